@@ -141,7 +141,10 @@ TRAININGS = {
     "root at 0": ("bf16", lambda: own_step(lambda p, y: squares(tf.sqrt(p * 0) + p, y))),
     "root at 1": ("bf16", lambda: own_step(lambda p, y: squares(tf.sqrt(p * 0 + 1) + p, y))),
     "product beyond FP16": ("fp16", lambda: fit(lambda x: x * 0 + 6e4, first=5, optimizer=keras.optimizers.SGD(0.0))),
-    "product beyond FP16 in BF16": ("bf16", lambda: fit(lambda x: x * 0 + 6e4, first=5, optimizer=keras.optimizers.SGD(0.0))),
+    "product beyond FP16 in BF16": (
+        "bf16",
+        lambda: fit(lambda x: x * 0 + 6e4, first=5, optimizer=keras.optimizers.SGD(0.0)),
+    ),
     "loss beyond FP16": ("fp16", lambda: own_loop(overflowing)),
     "loss in FP32": ("fp16", lambda: own_loop(overflowing_in_fp32)),
     "NaN in the data": ("fp16", lambda: fit(x=with_nan(4))),
@@ -154,7 +157,10 @@ TRAININGS = {
     "row all masked": ("fp16", lambda: fit(lambda x: masked(x, rows=1), first=2)),
     "masked": ("fp16", lambda: fit(lambda x: masked(x, rows=0), first=2)),
     "guarded outside": ("fp32", lambda: fit(lambda x: guarded(x, inside=lambda v: v), first=3)),
-    "guarded inside": ("fp32", lambda: fit(lambda x: guarded(x, inside=lambda v: tf.where(v > 0, v, tf.ones_like(v))), first=3)),
+    "guarded inside": (
+        "fp32",
+        lambda: fit(lambda x: guarded(x, inside=lambda v: tf.where(v > 0, v, tf.ones_like(v))), first=3),
+    ),
     "scale of 2 to the 24": ("fp16:loss_scale=static:init_scale=16777216", lambda: fit()),
     "scale that settles": ("fp16:init_scale=16777216", lambda: fit()),
     "own loss scale": ("as-is", lambda: own_mixed(1e7)),

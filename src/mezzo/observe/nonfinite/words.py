@@ -93,6 +93,9 @@ def notes(evidence: Evidence, *, framework: str) -> list[Reason]:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
         compiler = "tf.function" if " on tensorflow " in framework else "torch.compile"
         reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
+    if " on tensorflow " in framework:
+        why = "values that are infinite or NaN are followed to the loss, a gradient or a weight, and no others"
+        reasons.append(Reason(what="silent saturation", value="not judged on TensorFlow", reason=why))
     if evidence.found_by_rank is not None:
         why = "this process received it with the gradients of all processes"
         reasons.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))

@@ -22,7 +22,6 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
-import optree
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, context, execute, record
@@ -33,7 +32,12 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.nonfinite.evidence import Kind, Source, merge_sources
 from mezzo.records import Operand
 
-_FOREIGN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (tf, keras, optree, np)) + (f"{Path(__file__).parents[3]}/",)
+_FOREIGN = (
+    *(f"{Path(str(module.__file__)).parent}/" for module in (tf, keras, np)),
+    f"{Path(keras.__file__).parents[1] / 'optree'}/",
+    f"{Path(__file__).parents[3]}/",
+)
+"""The folders of TensorFlow, Keras, the libraries through which they call an operation, and Mezzo."""
 _HALF = (tf.float16, tf.bfloat16)
 _READS_WEIGHT = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _READS_BATCH = ("IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue", "MultiDeviceIteratorGetNextFromShard")
@@ -250,7 +254,14 @@ class EagerValues:
         return None
 
     def _add(
-        self, place: OperationInLayer, kind: Kind, wide: float | None, read: Iterable[Any], fmt: str, *, parameter: bool = False
+        self,
+        place: OperationInLayer,
+        kind: Kind,
+        wide: float | None,
+        read: Iterable[Any],
+        fmt: str,
+        *,
+        parameter: bool = False,
     ) -> Source:
         source = Source(
             index=self._index,
@@ -309,7 +320,9 @@ def _in_fp32(kind: str, inputs: Sequence[Any], attrs: Sequence[Any], outputs: Se
         results = execute.quick_execute(kind, len(outputs), operands, wide_attrs, context.context())
     except (tf.errors.OpError, TypeError, ValueError):  # no kernel in FP32
         return None
-    largest = max((float(np.abs(_array(t)).max()) for t in results if t.dtype.is_floating and t.shape.num_elements()), default=0.0)
+    largest = max(
+        (float(np.abs(_array(t)).max()) for t in results if t.dtype.is_floating and t.shape.num_elements()), default=0.0
+    )
     return largest if math.isfinite(largest) else None
 
 
@@ -323,7 +336,9 @@ def _array(tensor: Any) -> npt.NDArray[Any]:
 
 
 def _is_write(kind: str) -> bool:
-    return kind.startswith(("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign"))
+    return kind.startswith(
+        ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
+    )
 
 
 def _is_read(tensor: Any) -> bool:

@@ -92,13 +92,11 @@ class ObservedTensorFlow:
         changes = self._settings.changes
         if changes.fp32_line or changes.own_scale:
             raise ScriptError(
-                "one line in FP32, or another static scale, cannot be tried on TensorFlow", hint="change the script, and diagnose it"
+                "one line in FP32, or another static scale, cannot be tried on TensorFlow",
+                hint="change the script, and diagnose it",
             )
         patches.replace(eager_function_run, "RUN_FUNCTIONS_EAGERLY", True)
         warnings.filterwarnings("ignore", message=_ON_DATASETS)
-        self._run.note_left_alone(
-            "silent saturation", "not judged", "on TensorFlow only values that are infinite or NaN are followed to the loss, a gradient or a weight"
-        )
         if changes.own_format:
             for owner, name in _CASTS:
                 patches.around(owner, name, functools.partial(_with_format, FORMATS[changes.own_format].dtype_name))
@@ -126,7 +124,9 @@ class ObservedTensorFlow:
         """Return ``keras.Layer.__call__`` with the layer known while it runs."""
 
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tf.executing_eagerly() or any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten((args, kwargs))):
+            if not tf.executing_eagerly() or any(
+                isinstance(x, keras.KerasTensor) for x in tf.nest.flatten((args, kwargs))
+            ):
                 return original(layer, *args, **kwargs)
             if not self._values.layers:
                 self._met(layer)
@@ -183,7 +183,9 @@ class ObservedTensorFlow:
         with own_operations():
             skipped = int(inner.iterations) == before
             trained = variables or inner._trainable_variables
-            broken = next((v for v in trained if not _is_finite(v)), None) if self._values.is_on and not skipped else None
+            broken = (
+                next((v for v in trained if not _is_finite(v)), None) if self._values.is_on and not skipped else None
+            )
         self._parts[0 if self._scaler is None else self._scaler.key, id(inner)] = skipped
         if broken is not None:
             self._by_update = self._blamed(inner, broken)
@@ -354,7 +356,9 @@ def _is_finite(variable: Any) -> bool:
     return bool(np.isfinite(np.asarray(variable.numpy(), dtype=np.float64)).all())
 
 
-def _with_format(wanted: str, original: Callable[..., Any], value: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _with_format(
+    wanted: str, original: Callable[..., Any], value: Any, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Call a function with ``wanted`` in the place of a 16-bit dtype that the script names."""
     name = None if dtype is None else str(getattr(dtype, "name", dtype))
     return original(value, wanted if name is not None and STORED_BYTES.get(name) == 2 else dtype, *args, **kwargs)
