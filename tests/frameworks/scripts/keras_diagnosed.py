@@ -3,6 +3,8 @@
 Run as ``KERAS_BACKEND=tensorflow python keras_diagnosed.py``; a word of the command line chooses the cases whose names contain it.
 """
 
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, ANN204
+
 import json
 import sys
 import tempfile
@@ -21,6 +23,9 @@ from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 STEPS = 8
@@ -124,7 +129,27 @@ def guarded(x, *, inside):
 
 def own_mixed(factor):
     keras.config.set_dtype_policy("mixed_float16")
-    fit(lambda x: x * tf.cast(factor, x.dtype), first=4)
+    fit(lambda x: tf.tanh(x * tf.cast(factor, x.dtype)), first=4)
+
+
+def two_optimizers():
+    """Train two models in turn, as a GAN does; the second one's loss has no finite gradient in step 6, its third update."""
+    models = [net(), net()]
+    optimizers = [keras.optimizers.Adam(1e-3), keras.optimizers.Adam(1e-3)]
+    for k in range(STEPS):
+        with tf.GradientTape() as tape:
+            predicted = models[k % 2](X[:8])
+            loss = squares(predicted, Y[:8]) + (tf.reduce_sum(tf.sqrt(predicted * 0)) if k == 5 else 0.0)
+        optimizers[k % 2].apply(
+            tape.gradient(loss, models[k % 2].trainable_variables), models[k % 2].trainable_variables
+        )
+
+
+def replicas():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = net()
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
 
 
 def embedded():
@@ -153,6 +178,7 @@ TRAININGS = {
     "eps of 0": ("fp16", lambda: fit(lambda x: normalized(x, eps=1e-8), first=2)),
     "eps above 0": ("fp16", lambda: fit(lambda x: normalized(x, eps=1.0), first=2)),
     "learning rate too high": ("fp32", lambda: fit(optimizer=keras.optimizers.SGD(1e12))),
+    "update of a weight": ("fp32", lambda: fit(optimizer=keras.optimizers.SGD(3e38))),
     "learning rate": ("fp32", lambda: fit(optimizer=keras.optimizers.SGD(1e-2))),
     "row all masked": ("fp16", lambda: fit(lambda x: masked(x, rows=1), first=2)),
     "masked": ("fp16", lambda: fit(lambda x: masked(x, rows=0), first=2)),
@@ -162,11 +188,13 @@ TRAININGS = {
         lambda: fit(lambda x: guarded(x, inside=lambda v: tf.where(v > 0, v, tf.ones_like(v))), first=3),
     ),
     "scale of 2 to the 24": ("fp16:loss_scale=static:init_scale=16777216", lambda: fit()),
-    "scale that settles": ("fp16:init_scale=16777216", lambda: fit()),
-    "own loss scale": ("as-is", lambda: own_mixed(1e7)),
+    "scale that never settles": ("fp16:init_scale=16777216", lambda: fit()),
+    "own loss scale": ("as-is", lambda: own_mixed(1e5)),
     "own loss scale that is right": ("as-is", lambda: own_mixed(1.0)),
     "embedding and GRU": ("fp16", embedded),
-    "own loop": ("fp16", lambda: own_loop(squares)),
+    "two optimizers": ("fp32", two_optimizers),
+    "replicas": ("fp32", replicas),
+    "own loop": ("fp16:init_scale=1048576", lambda: own_loop(squares)),
     "own step": ("fp16", lambda: own_step(squares)),
 }
 

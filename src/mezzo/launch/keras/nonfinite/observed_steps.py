@@ -171,7 +171,16 @@ class ObservedTensorFlow:
         return gradients
 
     def update(self, apply: Callable[..., Any], inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
-        """Apply gradients, and find out whether that makes a weight infinite or NaN."""
+        """Apply gradients, and find out whether that makes a weight infinite or NaN.
+
+        Raises:
+            ScriptError: the model has several replicas.
+        """
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise ScriptError(
+                "mezzo diagnose was given for a model with several replicas on TensorFlow; allowed: one",
+                hint="diagnose the script without its strategy; mezzo run and mezzo compare take it as it is",
+            )
         reached = self._values.causes(grads)
         self._in_update += [source for source in reached if source.in_update]
         self._in_backward += [source for source in reached if not source.in_update]
@@ -221,17 +230,11 @@ class ObservedTensorFlow:
         """Judge the step that has just closed, if any; end the script where enough is known.
 
         Raises:
-            ScriptError: the step had several replicas.
             StopScript: enough is known.
         """
         if self._closed is None:
             return
         (loss, norm, skipped), self._closed = self._closed, None
-        if tf.distribute.has_strategy() and tf.distribute.get_strategy().num_replicas_in_sync > 1:
-            raise ScriptError(
-                "mezzo diagnose was given for a script with several replicas on TensorFlow; allowed: one",
-                hint="run the script without the strategy, or with one device",
-            )
         step, inspected = self._run.steps.num_closed, None
         if self._waiting[:1] == [step]:
             self._waiting.pop(0)
