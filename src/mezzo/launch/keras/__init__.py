@@ -44,7 +44,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     Args:
         policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: settings of the observer, for Keras on PyTorch; None to record only.
+        observe: settings of the observer, for Keras on PyTorch, or of an audit or a diagnosis on TensorFlow; None to record only.
 
     Raises:
         PolicyError: Keras has no dtype policy for the policy.

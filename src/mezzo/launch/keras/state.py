@@ -156,7 +156,8 @@ class KerasRun:
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
         self.observed: Any = None
-        """The run for observers (``launch.keras.observed.ObservedKeras``); None if only its steps are recorded."""
+        """The run for observers (``launch.keras.observed.ObservedKeras``), or on TensorFlow for a diagnosis
+        (``launch.keras.nonfinite.observed_steps.ObservedTensorFlow``); None if only its steps are recorded."""
         self.on_close: Callable[..., None] | None = None
         """Called with the loss, the norm and whether it was skipped after each step; None if nothing follows steps."""
         self.audit: Any = None
