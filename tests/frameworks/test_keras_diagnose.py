@@ -33,6 +33,7 @@ FAULTS: dict[str, tuple[str, str, str, str, int, str, str]] = {
     "scale of 2 to the 24": ("scale_overflow", "(script)", "cast", "backward", 1, "fp16", "model.fit("),
     "scale that never settles": ("scale_overflow", "(script)", "cast", "backward", 1, "fp16", "model.fit("),
     "own loss scale": ("range_overflow", "planted", "cast", "forward", 4, "fp16", "tf.cast(factor, x.dtype)"),
+    "one replica": ("invalid_operation", "planted", "log", "forward", 2, "fp16", "tf.math.log(x * 0)"),
     "two optimizers": ("invalid_operation", "(script)", "sqrt", "backward", 6, "fp32", "tf.sqrt(predicted * 0)"),
 }
 HEALTHY = (

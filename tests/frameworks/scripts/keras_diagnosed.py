@@ -145,9 +145,9 @@ def two_optimizers():
         )
 
 
-def replicas():
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = net()
+def mirrored(*devices):
+    with tf.distribute.MirroredStrategy(devices).scope():
+        model = net(Planted(lambda x: tf.math.log(x * 0), 2))
         model.compile("sgd", "mse")
     model.fit(X, Y, batch_size=8, verbose=0)
 
@@ -193,7 +193,8 @@ TRAININGS = {
     "own loss scale that is right": ("as-is", lambda: own_mixed(1.0)),
     "embedding and GRU": ("fp16", embedded),
     "two optimizers": ("fp32", two_optimizers),
-    "replicas": ("fp32", replicas),
+    "one replica": ("fp16", lambda: mirrored("CPU:0")),
+    "replicas": ("fp32", lambda: mirrored("CPU:0", "CPU:1")),
     "own loop": ("fp16:init_scale=1048576", lambda: own_loop(squares)),
     "own step": ("fp16", lambda: own_step(squares)),
 }

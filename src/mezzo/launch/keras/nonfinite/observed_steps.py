@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import eager_function_run
 
 from mezzo.errors import ScriptError
-from mezzo.formats import FORMATS, STORED_BYTES
+from mezzo.formats import FORMAT_NAMES, FORMATS, FP32, STORED_BYTES
 from mezzo.launch.keras.layers import inner_layers, keep_fp32
 from mezzo.launch.keras.nonfinite.eager_values import EagerValues
 from mezzo.launch.keras.own_operations import own_operations
@@ -187,10 +187,10 @@ class ObservedTensorFlow:
         if self._settings.changes.eps is not None and hasattr(inner, "epsilon"):
             inner.epsilon = self._settings.changes.eps
         with own_operations():
-            before = int(inner.iterations)
+            before = _number(inner.iterations)
         result = apply(grads, variables)
         with own_operations():
-            skipped = int(inner.iterations) == before
+            skipped = _number(inner.iterations) == before
             trained = variables or inner._trainable_variables
             broken = (
                 next((v for v in trained if not _is_finite(v)), None) if self._values.is_on and not skipped else None
@@ -203,8 +203,8 @@ class ObservedTensorFlow:
     def _blamed(self, inner: Any, variable: Any) -> Source:
         made = [source for source in self._values.of_weights() if source.in_update]
         eps = getattr(inner, "epsilon", None)
-        fmt = FORMATS.get({"float16": "fp16", "bfloat16": "bf16"}.get(variable.dtype, "fp32"))
-        zero = eps if fmt is not None and eps is not None and 0 < eps <= fmt.min_subnormal / 2 else None
+        fmt = FORMAT_NAMES.get(variable.dtype, FP32.name)
+        zero = eps if eps is not None and 0 < eps <= FORMATS[fmt].min_subnormal / 2 else None
         layer = next((o for r in self._roots for _, o in _modules(r) if any(v is variable for v in o.variables)), None)
         first = made[0] if made else None
         return Source(
@@ -214,7 +214,7 @@ class ObservedTensorFlow:
             module=layer,
             line="" if first is None else first.line,
             backward=False,
-            format="fp32" if fmt is None else fmt.name,
+            format=fmt,
             operands=[] if first is None else first.operands,
             wide=None if first is None else first.wide,
             scale=self.loss_scale(),
@@ -356,7 +356,12 @@ def _modules(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_finite(variable: Any) -> bool:
-    return bool(np.isfinite(np.asarray(variable.numpy(), dtype=np.float64)).all())
+    return bool(np.isfinite(np.asarray(tf.convert_to_tensor(variable), dtype=np.float64)).all())
+
+
+def _number(variable: Any) -> int:
+    """Return the value of a variable, which belongs to a replica under a strategy."""
+    return int(tf.convert_to_tensor(variable))
 
 
 def _with_format(
