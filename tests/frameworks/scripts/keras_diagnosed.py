@@ -145,6 +145,36 @@ def two_optimizers():
         )
 
 
+def images():
+    layers = [
+        keras.layers.Conv2D(4, 3, name="conv"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.MaxPooling2D(name="pool"),
+        keras.layers.Dropout(0.2, name="drop"),
+        keras.layers.Flatten(name="flat"),
+        keras.layers.Dense(3, name="head", activation="softmax"),
+    ]
+    x, y = np.random.default_rng(0).normal(size=(64, 8, 8, 1)), np.arange(64) % 3
+    model = keras.Sequential([keras.Input((8, 8, 1)), *layers], name="images")
+    fit(x=x, y=y, model=model, loss="sparse_categorical_crossentropy", optimizer=keras.optimizers.AdamW(1e-3))
+
+
+def attention():
+    words = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(20, 8, name="table")(words)
+    x = keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x, use_causal_mask=True)
+    x = keras.layers.Dense(20, name="head")(keras.layers.LayerNormalization(name="norm")(x))
+    tokens = np.random.default_rng(0).integers(0, 20, (64, 6))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fit(
+        x=tokens,
+        y=tokens,
+        model=keras.Model(words, x, name="words"),
+        loss=loss,
+        optimizer=keras.optimizers.Adam(1e-3, clipnorm=1.0),
+    )
+
+
 def mirrored(*devices):
     with tf.distribute.MirroredStrategy(devices).scope():
         model = net(Planted(lambda x: tf.math.log(x * 0), 2))
@@ -181,6 +211,12 @@ TRAININGS = {
     "update of a weight": ("fp32", lambda: fit(optimizer=keras.optimizers.SGD(3e38))),
     "learning rate": ("fp32", lambda: fit(optimizer=keras.optimizers.SGD(1e-2))),
     "row all masked": ("fp16", lambda: fit(lambda x: masked(x, rows=1), first=2)),
+    "masked by a large number": (
+        "fp16",
+        lambda: fit(lambda x: tf.nn.softmax(x + tf.cast(-1e9 * tf.cast(x > 0, tf.float32), x.dtype)) * x, first=2),
+    ),
+    "images": ("fp16:init_scale=1024", images),
+    "attention": ("fp16", attention),
     "masked": ("fp16", lambda: fit(lambda x: masked(x, rows=0), first=2)),
     "guarded outside": ("fp32", lambda: fit(lambda x: guarded(x, inside=lambda v: v), first=3)),
     "guarded inside": (
