@@ -46,6 +46,7 @@ HEALTHY = (
     "eps above 0",
     "learning rate",
     "masked by a large number",
+    "validation",
     "images",
     "attention",
     "masked",

@@ -75,6 +75,20 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+def validated():
+    """Train with a validation after each epoch; its functions are traced, and its values are NaN."""
+    traced = []
+
+    def seen(x):
+        traced.append(tf.executing_eagerly())
+        return x
+
+    model = net(Planted(seen, 1))
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, validation_data=(X * np.nan, Y))
+    assert set(traced) == {True, False}
+
+
 def own_step(loss):
     fit(model=OwnStep(loss))
 
@@ -215,6 +229,7 @@ TRAININGS = {
         "fp16",
         lambda: fit(lambda x: tf.nn.softmax(x + tf.cast(-1e9 * tf.cast(x > 0, tf.float32), x.dtype)) * x, first=2),
     ),
+    "validation": ("bf16", validated),
     "images": ("fp16:init_scale=1024", images),
     "attention": ("fp16", attention),
     "masked": ("fp16", lambda: fit(lambda x: masked(x, rows=0), first=2)),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.eager.polymorphic_function import eager_function_run
 
 from mezzo.errors import ScriptError
@@ -96,6 +97,8 @@ class ObservedTensorFlow:
                 hint="change the script, and diagnose it",
             )
         patches.replace(eager_function_run, "RUN_FUNCTIONS_EAGERLY", True)
+        for name in ("evaluate", "predict"):  # they make no update, and take long if they run eagerly
+            patches.around(TensorFlowTrainer, name, _in_graphs)
         warnings.filterwarnings("ignore", message=_ON_DATASETS)
         if changes.own_format:
             for owner, name in _CASTS:
@@ -353,6 +356,15 @@ class _LayersByName:
 
 def _modules(root: Any) -> Iterator[tuple[str, Any]]:
     yield from {id(layer): (path, layer) for path, layer in reversed([("", root), *inner_layers(root)])}.values()
+
+
+def _in_graphs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of Keras whose own functions run in graphs."""
+    eager_function_run.RUN_FUNCTIONS_EAGERLY = False
+    try:
+        return original(*args, **kwargs)
+    finally:
+        eager_function_run.RUN_FUNCTIONS_EAGERLY = True
 
 
 def _is_finite(variable: Any) -> bool:
