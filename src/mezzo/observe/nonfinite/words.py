@@ -166,10 +166,13 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         return f"All {total} updates were skipped{reached}" if total > 1 else "The only update was skipped"
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
     share = "all" if len(lost) == count else f"{len(lost)} of them"
+    came = "after the loss scale had been found"
+    if lost[-1] <= list(run.steps.skipped).index(False):  # the steps that follow are another optimizer's
+        came = "by an optimizer that never made an update"
     if count == 1:
-        return f"1 of {total} updates was skipped, after the loss scale had been found: step {steps}"
+        return f"1 of {total} updates was skipped, {came}: step {steps}"
     which = f"step{'s' if len(lost) > 1 else ''} {steps}"
-    return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: {which}"
+    return f"{count} of {total} updates were skipped, {share} {came}: {which}"
 
 
 def settled(run: RunRecord, scale: float, *, zeros: float) -> str:
