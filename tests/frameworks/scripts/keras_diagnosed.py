@@ -98,6 +98,7 @@ def own_loop(loss, *, x=X, optimizer=None, model=None):
 
     @tf.function(jit_compile=True)
     def step(inputs, targets):
+        assert tf.is_tensor(inputs)
         with tf.GradientTape() as tape:
             value = loss(model(inputs), targets)
         gradients = tape.gradient(value, model.trainable_variables)

@@ -250,7 +250,7 @@ class TensorFlowBackend(Backend):
     def _call(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(function)
         if self._run.observed is not None:
-            self._run.observed.function_called()
+            args = self._run.observed.function_called(args)
         try:
             result = original(function, *args, **kwargs)
         finally:

@@ -54,7 +54,6 @@ _PUBLIC_NAMES = {
     "conv2_d": "conv2d",
     "conv3_d": "conv3d",
     "fused_batch_norm": "batch_norm",
-    "log1p": "log1p",
 }
 """Operations that have another name in TensorFlow's documentation than the one spelled as its functions are."""
 

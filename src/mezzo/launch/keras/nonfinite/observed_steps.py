@@ -119,9 +119,10 @@ class ObservedTensorFlow:
             hint="leave out tf.config.run_functions_eagerly(False)",
         )
 
-    def function_called(self) -> None:
-        """Record that the script calls a ``tf.function``, which runs eagerly."""
+    def function_called(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Record that the script calls a ``tf.function``, which runs eagerly; return its arguments, with arrays as tensors as there."""
         self._compiled = True
+        return tuple(tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x for x in args)
 
     def calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``keras.Layer.__call__`` with the layer known while it runs."""
