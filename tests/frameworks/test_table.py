@@ -18,6 +18,8 @@ CELLS = [
     ("keras-torch", ("ranges",), "works"),
     ("keras-tensorflow", ("run", "--policy", "bf16-pure"), "works"),
     ("keras-tensorflow", ("audit", "--policy", "fp16"), "works"),
+    ("keras-tensorflow", ("diagnose", "--policy", "fp16"), "works"),
+    ("keras-tensorflow", ("check", "--policies", "bf16", "--seeds", "2"), "works"),
     ("keras-jax", ("diagnose", "--policy", "fp16"), "refused"),
     ("paddle", ("check", "--policies", "bf16"), "works"),
     ("paddle", ("fallback", "--policy", "fp16-master"), "works"),

@@ -150,11 +150,13 @@ def test_where_it_ran(variables: dict[str, str], text: str) -> None:
     assert not there.under("check").startswith(("torchrun", "python"))
 
 
-def test_other_frameworks_have_three_commands() -> None:
+def test_commands_of_other_frameworks() -> None:
     typed = TypedScript.typed(["mezzo", "run", "t.py"], "t.py")
     assert typed is not None
     keras = replace(typed, framework="keras 3.15.1 on tensorflow 2.21.0")
-    assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["check", "run", "compare"]
+    assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["check", "run", "compare", "audit", "diagnose"]
+    jax = replace(typed, framework="keras 3.15.1 on jax 0.8.0")
+    assert [name for name in ON_SCRIPTS if jax.runs(name)] == ["check", "run", "compare"]
     for inspected in ("torch 2.13.0", "keras 3.15.1 on torch 2.13.0", "paddle 3.3.0"):
         assert all(replace(typed, framework=inspected).runs(name) for name in ON_SCRIPTS)
 

@@ -207,7 +207,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     },
     "run in keras": (
         run(policy="bf16", framework="keras 3.15.1 on tensorflow 2.21.0"),
-        [("see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}")],
+        [
+            ("see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}"),
+            ("see which operation ran in which format", f"mezzo audit --policy bf16 {TAIL}"),
+        ],
     ),
     "watched in its own fp32": (
         run("watch", policy="as-is", effective=Effective(flops_by_format={"fp32": 10}, counted_on_step=2)),

@@ -137,9 +137,11 @@ def _notes(opts: CheckOptions, checking: Check, case: Case, answer: Answer) -> l
     if case.undone:
         why = f"the budget of {clock(opts.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
-    if not checking.known.observable:
-        why = f"mezzo diagnose, ranges and fallback do not inspect {checking.known.runs[0].framework}"
-        notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
+    left_out = [name for name in ("diagnose", "ranges", "fallback") if name not in checking.known.inspecting]
+    if left_out:
+        names = ", ".join(left_out[:-1]) + f" and {left_out[-1]}"
+        why = f"mezzo {names} do not inspect {checking.known.runs[0].framework}"
+        notes.append(Reason(what="left out", value=names.replace("diagnose", "diagnosis"), reason=why))
     not_measured = any(gain.kind != "measured" for gain in answer.gains)
     if opts.gpu is None and not_measured:
         notes.append(Reason(what="speed", value="on another GPU", reason="add --gpu NAME to this command"))

@@ -105,7 +105,7 @@ from mezzo.records.run import RunRecord as RunRecord
 from mezzo.records.run import SnapshotProof as SnapshotProof
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
-from mezzo.records.run import is_inspected as is_inspected
+from mezzo.records.run import inspecting as inspecting
 from mezzo.records.tune import TuneDecision as TuneDecision
 from mezzo.records.tune import TuneRecord as TuneRecord
 from mezzo.records.tune import TuneRow as TuneRow

@@ -224,13 +224,19 @@ class SnapshotsTaken(Value):
     """Updates made before that snapshot; the record's steps begin after it."""
 
 
-def is_inspected(framework: str) -> bool:
-    """Return whether audit, diagnose, ranges and fallback inspect trainings of a framework: PyTorch, Keras on PyTorch, and Paddle.
+INSPECTING = ("audit", "diagnose", "ranges", "fallback")
+"""The commands that inspect single operations."""
+
+
+def inspecting(framework: str) -> tuple[str, ...]:
+    """Return which of ``INSPECTING`` inspect trainings of a framework: all in PyTorch, Keras on PyTorch, and Paddle.
 
     Args:
         framework: the framework's name in the record of a run.
     """
-    return framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework
+    if framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework:
+        return INSPECTING
+    return ("audit", "diagnose") if " on tensorflow " in framework else ()
 
 
 class Placement(Value):

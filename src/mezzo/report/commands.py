@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from mezzo.records import RangesRecord, Row, RunRecord
-from mezzo.records.run import RUN_NAME, is_inspected
+from mezzo.records.run import INSPECTING, RUN_NAME, inspecting
 from mezzo.report import formatting as fmt
 from mezzo.secrets import hidden
 
@@ -96,7 +96,8 @@ class TypedScript:
 
     def runs(self, command: str) -> bool:
         """Return whether ``command`` accepts a script of this framework."""
-        return command in _FOR_TRAINERS or is_inspected(self.framework)
+        taken = inspecting(self.framework)
+        return command in (*_FOR_TRAINERS, *taken) or taken == INSPECTING
 
     def under(self, command: str, **options: str) -> str:
         """Return ``command`` on this script as a shell line.

@@ -43,7 +43,7 @@ def checking(folder: Path) -> Check:
         ("torch 2.13.0", "diagnose"),
         ("keras 3.15.1 on torch 2.13.0", "diagnose"),  # which backend it is only the run knows
         ("paddle 3.3.0", "diagnose"),
-        ("keras 3.15.1 on tensorflow 2.21.0", ""),
+        ("keras 3.15.1 on tensorflow 2.21.0", "diagnose"),
         ("keras 3.15.1 on jax 0.8.0", ""),
     ],
 )

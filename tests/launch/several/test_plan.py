@@ -130,7 +130,7 @@ def test_a_baseline_that_goes_wrong_with_every_seed_is_diagnosed_and_nothing_els
     every = [broken("fp32", seed) for seed in range(3)]
     assert asked_text(next_stage(known(*every))) == "diagnose fp32"
     assert next_stage(known(*every, diagnosed={"fp32": None})) is None
-    assert next_stage(known(*every, observable=False)) is None
+    assert next_stage(known(*every, inspecting=())) is None
 
 
 def test_an_unstable_baseline_keeps_every_policy_in_play() -> None:
@@ -142,7 +142,7 @@ def test_an_unstable_baseline_keeps_every_policy_in_play() -> None:
 def test_no_observers_for_other_frameworks() -> None:
     runs = [*(trained("fp32", s) for s in range(3)), broken("fp16", 0)]
     assert asked_text(next_stage(known(*runs, policies=("fp32", "fp16")))) == "diagnose fp16"
-    assert next_stage(known(*runs, policies=("fp32", "fp16"), observable=False)) is None
+    assert next_stage(known(*runs, policies=("fp32", "fp16"), inspecting=())) is None
 
 
 # --- repairs -----------------------------------------------------------------------------------------------------------------

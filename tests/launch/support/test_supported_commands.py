@@ -8,6 +8,7 @@ import pytest
 
 from mezzo import cli
 from mezzo.launch.support.supported_commands import LIMITED, Stage, on_backend, refusal, stage_of
+from mezzo.records.run import INSPECTING, inspecting
 
 IN: dict[Stage, str] = {
     "Keras on tensorflow": "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\nimport keras\n",
@@ -16,7 +17,11 @@ IN: dict[Stage, str] = {
 }
 OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
 OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
-TAKEN: list[tuple[str, Stage]] = [("mezzo audit", "Keras on tensorflow"), *((f, "Paddle") for f in OBSERVE)]
+TAKEN: list[tuple[str, Stage]] = [
+    ("mezzo audit", "Keras on tensorflow"),
+    ("mezzo diagnose", "Keras on tensorflow"),
+    *((f, "Paddle") for f in OBSERVE),
+]
 CASES = [(feature, stage) for feature in LIMITED for stage in IN if (feature, stage) not in TAKEN]
 
 
@@ -43,6 +48,21 @@ def test_pytorch_scripts_are_taken_by_all(feature: str) -> None:
 @pytest.mark.parametrize(("feature", "stage"), TAKEN)
 def test_what_is_taken_is_not_refused(feature: str, stage: Stage) -> None:
     assert refusal(feature, stage) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "framework"),
+    [
+        ("PyTorch", "torch 2.13.0"),
+        ("Keras on torch", "keras 3.15.1 on torch 2.13.0"),
+        ("Keras on tensorflow", "keras 3.15.1 on tensorflow 2.21.0"),
+        ("Keras on jax", "keras 3.15.1 on jax 0.8.0"),
+        ("Paddle", "paddle 3.3.0"),
+    ],
+)
+def test_records_and_scripts_agree_on_what_is_inspected(stage: Stage, framework: str) -> None:
+    taken = [name for name in INSPECTING if refusal(f"mezzo {name}", stage) is None]
+    assert list(inspecting(framework)) == taken
 
 
 @pytest.mark.parametrize("feature", OBSERVE)

@@ -326,6 +326,7 @@ def test_a_run_without_a_verdict_says_how_it_ended(run: RunRecord, sentence: str
         (at(1, **BACKWARD), [1, 2, 3, 4], [1, 2, 3, 4], "All 4 updates were skipped, and the scale is down to 4"),
         (at(3, **BACKWARD), [3, 4], [1, 3, 4], "3 of 4 updates were skipped, 2 of them after the loss scale had been"),
         (at(3), [3, 4], [3, 4], "2 of 4 updates were skipped, all after the loss scale had been found: steps 3, 4"),
+        (at(1, **BACKWARD), [1], [1, 3], "2 of 4 updates were skipped, 1 of them by an optimizer that never made an"),
         (at(3), [3], [3], ""),  # one overflow of a value, and not of the scale
         (at(3, largest=None), [3, 4], [3, 4], ""),
     ],

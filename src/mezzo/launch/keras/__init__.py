@@ -27,7 +27,7 @@ from mezzo.launch.support.supported_commands import on_backend, refusal
 from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings, AuditSettings
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, OutOfMemory, Reason, Steps
 
@@ -44,7 +44,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     Args:
         policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
-        observe: settings of the observer, for Keras on PyTorch; None to record only.
+        observe: settings of the observer, for Keras on PyTorch, or of an audit or a diagnosis on TensorFlow; None to record only.
 
     Raises:
         PolicyError: Keras has no dtype policy for the policy.
@@ -89,6 +89,10 @@ def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
         from mezzo.launch.keras.graph_audit import GraphAudit
 
         run.audit = GraphAudit(run, settings)
+    elif backend == "tensorflow" and isinstance(settings, DiagnoseSettings):
+        from mezzo.launch.keras.nonfinite.observed_steps import ObservedTensorFlow
+
+        run.observed = ObservedTensorFlow(run, settings)
     else:
         run.observed = observed_keras(run, settings, backend)
 

@@ -9,6 +9,7 @@ Operations are counted in one step: one by one in the second eager step, or from
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,6 +56,9 @@ class TensorFlowBackend(Backend):
         """Patch the tape and the calls of traced functions; set TF32 under a policy that casts nothing."""
         if self._run.audit is not None:
             self._run.audit.install(patches)
+        if self._run.observed is not None:
+            self._run.observed.install(patches)
+            self._run.on_close = self._run.observed.step_closed
         patches.around(tf.GradientTape, "gradient", self._gradient)
         for name in ("jacobian", "batch_jacobian"):
             patches.around(tf.GradientTape, name, self._jacobian)
@@ -145,7 +149,11 @@ class TensorFlowBackend(Backend):
             if self._run.steps.num_closed > num:
                 self._stop_counting()
                 self._start_counting()
+            if self._run.observed is not None:
+                self._run.observed.judge_step()
             return
+        if self._run.observed is not None:
+            self._run.observed.refuse_graph()
         self._updating |= {id(function): function for function in self._calls}
         self._graph = graphs.outermost(tf.compat.v1.get_default_graph())
 
@@ -208,10 +216,18 @@ class TensorFlowBackend(Backend):
             run.backward(scaled=unscaled is not None)
         starts = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
         true = [u if u is not None else t for u, t in zip(before_scaling, losses, strict=True)]
-        self._ledger.loss([_times(loss, start) for loss, start in zip(true, starts, strict=False)])
-        if not run.scales or run.is_scaled:
-            return original(tape, target, sources, output_gradients, *args, **kwargs)
-        scale = self.read(run.scale)
+        passed = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
+        self._ledger.loss(passed)
+        compute = functools.partial(original, tape, target, sources, output_gradients, *args, **kwargs)
+        if run.scales and not run.is_scaled:
+            compute = functools.partial(self._scaled_gradient, original, tape, losses, starts, sources, *args, **kwargs)
+        return compute() if run.observed is None else run.observed.backward(compute, true)
+
+    def _scaled_gradient(
+        self, original: Callable[..., Any], tape: Any, losses: Any, starts: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the gradients of losses that the script did not scale: computed with the loss scale, and divided by it."""
+        scale = self.read(self._run.scale)
         scaled_starts = [_scaled_start(loss, start, scale) for loss, start in zip(losses, starts, strict=True)]
         gradients = original(tape, losses, sources, scaled_starts, *args, **kwargs)
         return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), gradients)
@@ -233,6 +249,8 @@ class TensorFlowBackend(Backend):
 
     def _call(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._calls.append(function)
+        if self._run.observed is not None:
+            args = self._run.observed.function_called(args)
         try:
             result = original(function, *args, **kwargs)
         finally:

@@ -46,7 +46,7 @@ class PolicyScale(LayerScale):
 
     def get_scale(self) -> float:
         """Return the scale."""
-        return float(self._run.scale)
+        return _value(self._run.scale)
 
     def get_growth_interval(self) -> int:
         """Return the policy's growth interval."""
@@ -68,7 +68,7 @@ class ScriptScale(LayerScale):
     def get_scale(self) -> float:
         """Return the scale."""
         optimizer = self._optimizer
-        return float(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
+        return _value(optimizer.dynamic_scale) if optimizer.built else float(optimizer.initial_scale)
 
     def get_growth_interval(self) -> int:
         """Return the number of good updates after which the scale grows."""
@@ -79,3 +79,10 @@ class ScriptScale(LayerScale):
         self._optimizer.initial_scale = state["scale"]
         if self._optimizer.built:
             self._optimizer.dynamic_scale.assign(state["scale"])
+
+
+def _value(variable: Any) -> float:
+    """Return the value of a variable, which belongs to a replica under a strategy of TensorFlow."""
+    import keras
+
+    return float(keras.ops.convert_to_numpy(variable))

@@ -156,7 +156,10 @@ class KerasRun:
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
         self.observed: Any = None
-        """The run for observers (``launch.keras.observed.ObservedKeras``); None if only its steps are recorded."""
+        """The run for observers (``launch.keras.observed.ObservedKeras``), or on TensorFlow for a diagnosis
+        (``launch.keras.nonfinite.observed_steps.ObservedTensorFlow``); None if only its steps are recorded."""
+        self.on_close: Callable[..., None] | None = None
+        """Called with the loss, the norm and whether it was skipped after each step; None if nothing follows steps."""
         self.audit: Any = None
         """The audit of TensorFlow's graph (``launch.keras.graph_audit.GraphAudit``); None for every other command."""
         self.own_dtypes: WeakSet[Any] = WeakSet()
@@ -287,6 +290,8 @@ class KerasRun:
             self.steps.loss(loss)
             known = None if math.isnan(scale) else scale
             self.steps.close(skipped=skipped, scale=known, norm=norm, made_by=frozenset([owner]))
+            if self.on_close is not None:
+                self.on_close(loss=loss, norm=norm, skipped=skipped)
             if skipped and scale < floor:
                 raise ScaleFloorError(
                     f"gradients overflow at the loss scale's floor of {floor:g}, update {self.steps.num_closed}",

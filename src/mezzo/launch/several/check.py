@@ -31,7 +31,7 @@ from mezzo.records import (
     FallbackRecord,
     RangesRecord,
     RunRecord,
-    is_inspected,
+    inspecting,
     write_record,
 )
 
@@ -234,7 +234,7 @@ class Check:
             return "stopped, because the budget is used up; it does not count"
         if not self.known.runs:
             # Only a run shows which backend the script chooses for Keras.
-            self.known = replace(self.known, observable=is_inspected(run.framework))
+            self.known = replace(self.known, inspecting=inspecting(run.framework))
             self.first_steps = run.first_steps
             if run.first_steps is not None and (run.metric is None or not run.metric.values):
                 self._metric = None

@@ -25,6 +25,7 @@ from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.skips import WORTH_SAYING
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, CompareRecord, DiagnoseRecord, Effective, FallbackRecord, RangesRecord, RunRecord
+from mezzo.records.run import INSPECTING
 
 MARGIN = 0.02
 _FOR_RUNS = 0.7
@@ -65,8 +66,8 @@ class CheckState:
     searched: Mapping[str, FallbackRecord | None] = field(default_factory=dict)
     at_once: int = 1
     """The most runs at once."""
-    observable: bool = True
-    """Whether diagnosis, ranges and fallback support the script's framework."""
+    inspecting: tuple[str, ...] = INSPECTING
+    """Which of the commands that inspect operations support the script's framework."""
 
     @property
     def baseline(self) -> str:
@@ -144,7 +145,7 @@ def _after_broken_baseline(known: CheckState) -> NextStage | None:
     if seed is not None and known.seconds(known.baseline) <= known.left_s:
         why = f"{known.baseline} itself went wrong: to see whether it does with another seed"
         return NextStage(kind="run", policy=known.baseline, seed=seed, why=why)
-    if not known.observable or known.baseline in known.diagnosed or known.left_s <= 0:
+    if "diagnose" not in known.inspecting or known.baseline in known.diagnosed or known.left_s <= 0:
         return None
     return NextStage(kind="diagnose", policy=known.baseline, why=f"to find why {known.baseline} itself goes wrong")
 
@@ -208,7 +209,7 @@ def _why_run(known: CheckState, policy: str, seed: int) -> str:
 def _diagnoses(known: CheckState, wrong: Sequence[str]) -> Iterator[NextStage]:
     """Yield the diagnoses that are missing."""
     for policy in wrong:
-        if not known.observable or policy in known.diagnosed or policy not in known.policies:
+        if "diagnose" not in known.inspecting or policy in known.diagnosed or policy not in known.policies:
             continue
         if _DIAGNOSIS_RUNS * known.seconds(known.baseline) <= known.left_s:
             seed = _seed_of_fault(known, policy)
@@ -287,7 +288,7 @@ def _stages_to_repair(known: CheckState, policy: str, verdict: str) -> Iterator[
             stage = _next_run(known, [known.baseline, repair.policy], seeds=known.seeds)
             if stage is not None:
                 yield stage
-    if not known.observable or policy == AS_IS or not Policy.parse(policy).lowers:
+    if "ranges" not in known.inspecting or policy == AS_IS or not Policy.parse(policy).lowers:
         return
     in_time = known.seconds(known.baseline) <= known.left_s
     if _scale_may_help(known, policy) and policy not in known.ranged and in_time:
@@ -300,7 +301,8 @@ def _stages_to_repair(known: CheckState, policy: str, verdict: str) -> Iterator[
 
 def _better_scale(known: CheckState, comparison: CompareRecord, policy: str) -> NextStage | None:
     """Return the next stage towards a loss scale that skips fewer updates, for the only policy that trains like the baseline."""
-    if skipped_share(comparison, policy) < WORTH_SAYING or not _has_scale(policy) or not known.observable:
+    too_few = skipped_share(comparison, policy) < WORTH_SAYING
+    if too_few or not _has_scale(policy) or "ranges" not in known.inspecting:
         return None
     for repair in repairs(known):
         if repair.of == policy:

@@ -31,7 +31,7 @@ _TORCH: tuple[Stage, ...] = ("PyTorch",)
 _TORCHES: tuple[Stage, ...] = ("PyTorch", "Keras on torch")
 _LIMITED: dict[str, _Limited] = {
     "mezzo audit": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their operations", _ON_TORCH),
-    "mezzo diagnose": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
+    "mezzo diagnose": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their values", _ON_TORCH),
     "mezzo ranges": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
     "mezzo fallback": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
     "mezzo predict": _Limited(

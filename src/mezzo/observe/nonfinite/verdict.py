@@ -155,7 +155,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         steps_needed=STEPS_THAT_SETTLE if evidence.may_settle_higher else None,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
-        notes=words.notes(evidence),
+        notes=words.notes(evidence, framework=run.framework),
     )
     if evidence.located is not None and not _refused(run, evidence.located):
         return _of_fault(record, evidence.located)

@@ -86,12 +86,16 @@ def _swallowed(located: Located) -> str:
     return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
-def notes(evidence: Evidence) -> list[Reason]:
+def notes(evidence: Evidence, *, framework: str) -> list[Reason]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
     reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
-        reasons.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
+        compiler = "tf.function" if " on tensorflow " in framework else "torch.compile"
+        reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
+    if " on tensorflow " in framework:
+        why = "values that are infinite or NaN are followed to the loss, a gradient or a weight, and no others"
+        reasons.append(Reason(what="silent saturation", value="not judged on TensorFlow", reason=why))
     if evidence.found_by_rank is not None:
         why = "this process received it with the gradients of all processes"
         reasons.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
@@ -162,10 +166,13 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         return f"All {total} updates were skipped{reached}" if total > 1 else "The only update was skipped"
     steps = ", ".join(map(str, lost[:_FIRST_STEPS])) + (" and so on" if len(lost) > _FIRST_STEPS else "")
     share = "all" if len(lost) == count else f"{len(lost)} of them"
+    came = "after the loss scale had been found"
+    if lost[-1] <= list(run.steps.skipped).index(False):  # the steps that follow are another optimizer's
+        came = "by an optimizer that never made an update"
     if count == 1:
-        return f"1 of {total} updates was skipped, after the loss scale had been found: step {steps}"
+        return f"1 of {total} updates was skipped, {came}: step {steps}"
     which = f"step{'s' if len(lost) > 1 else ''} {steps}"
-    return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: {which}"
+    return f"{count} of {total} updates were skipped, {share} {came}: {which}"
 
 
 def settled(run: RunRecord, scale: float, *, zeros: float) -> str:

@@ -1,0 +1,1 @@
+"""``mezzo diagnose`` for a Keras script on TensorFlow: what one run records."""
