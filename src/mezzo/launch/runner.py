@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
@@ -107,6 +107,12 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
             record = lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
         except ScriptError as error:  # not all processes have arrived, or not with the same command
             record = substitute_record(request, error.exit_code, error.message).model_copy(update={"hint": error.hint})
+            write_record(record, Path(request.record_path))
+        except Stopped as stopped:
+            if not lead.missing:
+                raise
+            why = f"{stopped} while it waited for {lead.missing}"
+            record = substitute_record(request, stopped.exit_code, why)
             write_record(record, Path(request.record_path))
     REASON.text = error_of(record) or REASON.text
     return record

@@ -1,0 +1,255 @@
+"""What goes wrong in one of two processes ends both soon, with the rank and the cause in a record and a page, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from helpers_waiting import until
+from mezzo.launch.process import guard
+from mezzo.records import CompareRecord, RunRecord, read_record
+from paths import SCRIPTS
+from processes import environments
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")]
+
+SCRIPT = str(SCRIPTS / "faulty_rank.py")
+ALLOWED_S, GROUP_S = 15, 5
+"""Time from a fault to the end of all processes, beside the time-out of the script's process group."""
+COMMANDS = {"run": ["run", "--policy", "fp16"], "compare": ["compare", "--policies", "fp32,fp16", "--seeds", "1"]}
+_START = "import json, os, sys\nwith open(f'words-{os.environ[\"RANK\"]}') as file: words = json.load(file)\nos.execv(words[0], words)\n"
+
+
+class Job:
+    """Two processes of a command, which a launcher has started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[subprocess.Popen[bytes]]()
+        self.variables = {"TMPDIR": str(folder / "tmp"), "OF_JOB": str(folder)}
+        (folder / "tmp").mkdir(exist_ok=True)
+
+    def start(self, words: Sequence[Sequence[str]], *, launcher: Sequence[str] | None) -> None:
+        """Start ``python`` with the words of each rank; without a launcher's words, with its variables."""
+        (self.folder / "start.py").write_text(_START)
+        for rank, own in enumerate(words):
+            (self.folder / f"words-{rank}").write_text(json.dumps([sys.executable, *own]))
+        begun = [sys.executable, "start.py"]
+        if launcher is None:
+            commands = [(begun, env) for env in environments(len(words), launched=True)]
+        else:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher, "start.py"]
+            commands = [(torchrun, {**os.environ, "OMP_NUM_THREADS": "1"})]
+        for command, env in commands:
+            with (self.folder / "printed").open("ab") as printed:
+                self.started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=self.folder,
+                        env=env | self.variables,
+                        stdout=printed,
+                        stderr=printed,
+                        start_new_session=True,
+                    )
+                )
+
+    def processes(self, *words: str) -> list[int]:
+        """Return the processes of this job that run, with ``words`` in their command lines."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (place / "cmdline").read_bytes().decode().split("\0")
+                ours = f"OF_JOB={self.folder}".encode() in (place / "environ").read_bytes().split(b"\0")
+                of_rank = {v.decode() for v in (place / "environ").read_bytes().split(b"\0")}
+            except OSError:
+                continue
+            if ours and all(word in line or word in of_rank for word in words):
+                found.append(int(place.name))
+        return found
+
+    def mezzo(self, rank: int) -> int:
+        """Return the process of ``mezzo`` of a rank."""
+        return min(self.processes(f"RANK={rank}", "mezzo"))
+
+    def until_training(self) -> None:
+        until(lambda: all((self.folder / f"step-{rank}").exists() for rank in (0, 1)), "two processes that train")
+
+    def fault(self) -> None:
+        (self.folder / "fault").touch()
+
+    def wait(self) -> list[int]:
+        return [process.wait(timeout=150) for process in self.started]
+
+
+@contextmanager
+def job(folder: Path) -> Iterator[Job]:
+    one = Job(folder)
+    try:
+        yield one
+    finally:
+        for process in one.processes():
+            os.kill(process, signal.SIGKILL)
+        for started in one.started:
+            started.wait()
+
+
+def sends(number: int, *, rank: int | None) -> Callable[[Job], None]:
+    """Return what sends a signal to a rank's mezzo, or to the launcher."""
+
+    def send(one: Job) -> None:
+        one.until_training()
+        one.fault()
+        os.kill(one.started[0].pid if rank is None else one.mezzo(rank), number)
+
+    return send
+
+
+class Case(NamedTuple):
+    """A fault, and what the record says about it."""
+
+    rank: int | None
+    """To blame."""
+    said: str
+    script: tuple[str, ...] = ()
+    """The script's words."""
+    act: Callable[[Job], None] = lambda _: None
+    """What happens to the processes."""
+    launcher: tuple[str, ...] | None = None
+    group_s: int = 0
+    """Time-outs of the process group before the fault is noticed."""
+
+
+TORCHRUN = ("--no-python", sys.executable)
+
+
+def in_script(what: str, said: str, rank: int = 1, **more: object) -> Case:
+    return Case(rank, said, (what, str(rank)), **more)  # type: ignore[arg-type]
+
+
+CASES = {
+    "exception before the group": in_script("raise before the group", "ValueError: bad batch"),
+    "exception": in_script("raise", "ValueError: bad batch"),
+    "exception on rank 0": in_script("raise", "ValueError: bad batch", 0, launcher=TORCHRUN),
+    "exception after the last step": in_script("raise after the last step", "ValueError: bad batch"),
+    "early end": in_script("sys.exit(0)", "its script ended after 4 updates", launcher=TORCHRUN),
+    "early end without Python's": in_script("os._exit(0)", "the process called os._exit"),
+    "exit code": in_script("sys.exit(3)", "its script ended with exit code 3"),
+    "exit code without Python's end": in_script("os._exit(3)", "the process died with exit code 3"),
+    "kill": in_script("killed", "the process died with signal SIGKILL"),
+    "kill on rank 0": in_script("killed", "the process died with signal SIGKILL", 0, launcher=TORCHRUN),
+    "crash": in_script("crash", "the process died with signal SIGSEGV"),
+    "memory": in_script("memory", "RuntimeError: "),
+    "full disk": in_script("disk", "OSError: [Errno 28] No space left on device"),
+    "hang before the group": in_script("hang before the group", "it made no progress at faulty_rank.py:", group_s=1),
+    "hang in forward": in_script("hang in forward", "it made no progress at faulty_rank.py:", group_s=1),
+    "another collective": Case(
+        None, "RuntimeError: ", ("another collective", "1"), group_s=1, launcher=TORCHRUN
+    ),
+    "SIGTERM to mezzo": Case(1, "stopped by SIGTERM", act=sends(signal.SIGTERM, rank=1)),
+    "SIGINT to mezzo": Case(1, "", act=sends(signal.SIGINT, rank=1)),
+    "SIGHUP to mezzo": Case(1, "stopped by SIGHUP", act=sends(signal.SIGHUP, rank=1)),
+    "SIGTERM to mezzo of rank 0": Case(0, "stopped by SIGTERM", act=sends(signal.SIGTERM, rank=0)),
+    "mezzo killed": Case(1, "its process vanished", act=sends(signal.SIGKILL, rank=1)),
+    "mezzo of rank 0 killed": Case(0, "its process vanished", act=sends(signal.SIGKILL, rank=0), launcher=TORCHRUN),
+    "SIGTERM to the launcher": Case(None, "", act=sends(signal.SIGTERM, rank=None), launcher=TORCHRUN),
+    "SIGINT to the launcher": Case(None, "", act=sends(signal.SIGINT, rank=None), launcher=TORCHRUN),
+    "SIGHUP to the launcher": Case(None, "", act=sends(signal.SIGHUP, rank=None), launcher=TORCHRUN),
+}
+
+
+def errors_in(path: Path) -> list[str]:
+    record = read_record(path)
+    assert isinstance(record, (RunRecord, CompareRecord))
+    runs = record.runs if isinstance(record, CompareRecord) else [record]
+    return [run.error for run in runs if run.error is not None]
+
+
+def ends(one: Job, *, group_s: int = 0) -> tuple[list[int], list[str]]:
+    """Wait for the end of a job that has left nothing but its record and page; return the exit codes, and the errors of its runs."""
+    codes, ended_s = one.wait(), time.time()
+    until(lambda: not one.processes(), "the end of all processes")
+    took_s = ended_s - (one.folder / "fault").stat().st_mtime
+    record = one.folder / "out" / "record.json"
+    with open("/tmp/h2/table", "a") as file:
+        file.write(
+            f"TABLE {os.environ['PYTEST_CURRENT_TEST'][60:]:50s} codes {codes} took {took_s:.1f} s errors {errors_in(record) if record.exists() else None} page {(one.folder / 'out/report.html').exists()} left {[path.name for path in (one.folder / 'tmp').iterdir()]} dirs {[p.name for p in one.folder.iterdir()]}\n"
+        )
+    print((one.folder / "printed").read_text())
+    assert took_s < ALLOWED_S + group_s * GROUP_S
+    assert (one.folder / "out" / "report.html").exists()
+    assert [path.name for path in (one.folder / "tmp").iterdir() if not path.name.startswith("torch")] == []
+    assert all(codes)
+    return codes, errors_in(record)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_during_a_job(name: str, command: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    words = ["-m", "mezzo", *COMMANDS[command], "--out", "out", SCRIPT, *case.script]
+    with job(tmp_path) as one:
+        one.start([words, words], launcher=case.launcher)
+        case.act(one)
+        _, errors = ends(one, group_s=case.group_s)
+    begins = "" if case.rank is None else f"rank {case.rank}: "
+    assert f"{begins}{case.said}" in errors[0]
+
+
+OTHER_TORCH = """
+import sys
+from mezzo import cli
+from mezzo.launch.ranks import meeting
+versions = {**meeting._versions(), "torch": "2.0.0"}
+meeting._versions = lambda: versions
+sys.exit(cli.main())
+"""
+UNEQUAL: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
+    # the words of rank 1, from those of rank 0, and what is said
+    "policy": (lambda words: [word.replace("fp16", "bf16") for word in words], "started with (fp32,)?bf16, where rank 0 has"),
+    "arguments": (lambda words: [*words, "raise"], "started with mezzo .* raise, and rank 0 with mezzo"),
+    "command": (lambda words: [*words[:2], "audit", *words[3:]], "started with audit, where rank 0 has"),
+    "folder": (lambda words: [word.replace("out", "other") for word in words], "other, where rank 0 has"),
+    "script": (lambda words: [*words[:-1], "nowhere.py"], "started with nowhere.py, where rank 0 has .*faulty_rank.py"),
+    "torch": (lambda words: ["-c", OTHER_TORCH, *words[2:]], "torch 2.0.0, where rank 0 has torch 2"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_starts(name: str, command: str, tmp_path: Path) -> None:
+    changed, said = UNEQUAL[name]
+    words = ["-m", "mezzo", *COMMANDS[command], "--out", "out", SCRIPT]
+    with job(tmp_path) as one:
+        one.fault()
+        one.start([words, changed(words)], launcher=TORCHRUN if name == "policy" else None)
+        _, errors = ends(one)
+    assert re.search(f"rank 1 of 2 was {said}", errors[0])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_script_that_is_missing_on_the_machine_of_one_rank(tmp_path: Path) -> None:
+    """Its processes have separate folders."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("number", guard.STOPPING)
+@pytest.mark.parametrize("to", ["mezzo", "launcher"])
+def test_a_signal_while_rank_1_has_not_joined(to: str, number: int, command: str, tmp_path: Path) -> None:
+    words = ["-m", "mezzo", *COMMANDS[command], "--out", "out", SCRIPT]
+    with job(tmp_path) as one:
+        one.start([words, ["-c", "import time; time.sleep(1000)"]], launcher=TORCHRUN)
+        until(lambda: [*(tmp_path / "tmp").glob("mezzo-*/job-*/alive-0")], "a rank 0 that waits")
+        one.fault()
+        os.kill(one.mezzo(0) if to == "mezzo" else one.started[0].pid, number)
+        _, errors = ends(one)
+    assert errors == [f"stopped by {signal.Signals(number).name} while it waited for rank 1 of 2"]
