@@ -39,6 +39,7 @@ def fills_disk() -> None:
 
 
 FAULTS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
     "raise before the group": raises,
     "hang before the group": lambda: time.sleep(1000),
     "raise": raises,

@@ -502,7 +502,7 @@ def test_runs_go_on_when_the_process_is_ended(tmp_path: Path, capfd: pytest.Capt
     [
         ("import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = 'x'", "", "script.py names TORCHINDUCTOR_CACHE_DIR"),
         ("import helper", "TRITON_INTERPRET = 1", "helper.py names TRITON_INTERPRET"),
-        ("import torch\ntorch.compile", "PYTORCH_CUDA_ALLOC_CONF = 1", None),
+        ("import torch\ntorch.compile", "PYTORCH_CUDA_ALLOC_CONF = TORCHELASTIC_RUN_ID", None),
     ],
 )
 def test_variables_that_the_compiler_reads_when_it_is_imported(

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from mezzo.cli.words import replacing, typed
 from mezzo.errors import UsageError
+from mezzo.launch.ranks.launched import attempt
 
 _RECORD, _REPORT = "record.json", "report.html"
 
@@ -23,7 +25,8 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     """Return a folder for records, created if need be: ``out``, or a new one under runs/ named after the date and ``name``.
 
     If ``out`` contains the results of another command, or files that this one would overwrite, the folder is a new one next to it, and
-    standard error says so. The same command repeated in the same folder replaces its own results.
+    standard error says so. The same command repeated in the same folder replaces its own results; those of an attempt after which a
+    launcher started the job again are moved to a folder inside.
 
     Args:
         out: the requested folder.
@@ -39,6 +42,13 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
         return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _create(folder))
     folder = _unused_folder(out, leaves)
     _create(folder)
+    attempts = attempt(os.environ)
+    if attempts and (folder / _RECORD).exists():
+        earlier = folder / f"attempt-{attempts}"
+        earlier.mkdir(exist_ok=True)
+        for name in (_RECORD, _REPORT):
+            with suppress(FileNotFoundError):
+                (folder / name).replace(earlier / name)
     (folder / _REPORT).unlink(missing_ok=True)  # it shows the record about to be replaced
     return folder
 

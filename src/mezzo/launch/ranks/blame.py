@@ -55,9 +55,9 @@ def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
     In order of preference: a process that vanished; the first that failed for a reason of its own; one that was still busy while the
     others waited for it; one whose script had ended early, perhaps because it has fewer batches; the first that failed.
     """
-    if all(end.error is None and not end.stopped and not end.vanished for end in ends):
-        if len({end.exit_code for end in ends}) == 1:
-            return None
+    ended = all(end.error is None and not end.stopped and not end.vanished for end in ends)
+    if ended and len({end.exit_code for end in ends}) == 1:  # the script's own, such as a verdict
+        return None
     vanished = [end for end in ends if end.vanished]
     if vanished:
         return vanished[0].rank, "its process vanished"

@@ -138,7 +138,9 @@ class Leader:
         request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s = time.monotonic()
-        own_end = ProcessEnd(rank=0, error=error_of(own), exit_code=exit_code_of(own), at_s=own_end_s, stopped=run.stopped)
+        own_end = ProcessEnd(
+            rank=0, error=error_of(own), exit_code=exit_code_of(own), at_s=own_end_s, stopped=run.stopped
+        )
         if own_end.failure is not None and run.failed_s is None:
             run.failed_s = own_end_s
         self._wait_for_others(run)

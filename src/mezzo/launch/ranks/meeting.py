@@ -294,7 +294,9 @@ def _has_ended(message: dict[str, Any]) -> bool:
 def _began(pid: int) -> str:
     """Return when a process began, in the system's ticks; empty if it has ended, even if its parent has not noticed, or without Linux."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except (OSError, ValueError):
         return ""
     return "" if state in ("Z", "X") else fields[18]
@@ -313,7 +315,9 @@ def _digest_of(words: Sequence[str]) -> str:
 
 
 def _unequal(what: str) -> ScriptError:
-    return ScriptError(f"{what}; allowed: the same command, script, arguments and versions in all processes", hint=_START_ALIKE)
+    return ScriptError(
+        f"{what}; allowed: the same command, script, arguments and versions in all processes", hint=_START_ALIKE
+    )
 
 
 def _create_own(place: Path) -> None:
