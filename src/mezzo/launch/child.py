@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread
+import errno
 import hashlib
 import importlib.util
 import os
@@ -29,7 +30,7 @@ from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals,
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.positions import write_position_on_signal
 from mezzo.launch.recording import Ending, guarded, record_of
-from mezzo.launch.request import Request
+from mezzo.launch.request import NO_RECORD, Request
 from mezzo.launch.request_parts import ScriptFile
 from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.step_limit import StepLimit
@@ -37,6 +38,9 @@ from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
+
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Errors of a full disk, or of one on which the user may write no more."""
 
 
 def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
@@ -77,27 +81,32 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
             exit_code, error = _ending_without_exception(request, training, resumed=snapshots)
-    with signals_ignored():
-        record = record_of(
-            request,
-            training,
-            (exit_code, error),
-            shell=shell,
-            ran=(started_at_s, duration_s),
-            digest=digest,
-            late_settings=late_settings(),
-            files_read=files.found,
-            metric=reader.metric() if reader else None,
-            input_elements=input_elements(),
-            bottleneck=training.bottleneck(),
-            snapshots=snapshots,
-            guardrails=guardrails,
-            out_of_memory=training.out_of_memory(error),
-            first_steps=training.num_updates if stopped else None,
-            trained_nothing=trained_nothing,
-        )
-        merged = spawned.merged_with(record)
-        write_record(merged, path)
+    try:
+        with signals_ignored():
+            record = record_of(
+                request,
+                training,
+                (exit_code, error),
+                shell=shell,
+                ran=(started_at_s, duration_s),
+                digest=digest,
+                late_settings=late_settings(),
+                files_read=files.found,
+                metric=reader.metric() if reader else None,
+                input_elements=input_elements(),
+                bottleneck=training.bottleneck(),
+                snapshots=snapshots,
+                guardrails=guardrails,
+                out_of_memory=training.out_of_memory(error),
+                first_steps=training.num_updates if stopped else None,
+                trained_nothing=trained_nothing,
+            )
+            merged = spawned.merged_with(record)
+            write_record(merged, path)
+    except OSError as full:
+        if full.errno not in _FULL:
+            raise
+        return NO_RECORD  # the command says so
     if merged is not record and isinstance(error, ScriptError):  # the processes that the script started have trained
         exit_code, error = 0, None
     _print_summary(error, merged)

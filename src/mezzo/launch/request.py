@@ -15,6 +15,8 @@ from mezzo.records import AS_IS, Placement, Reason
 
 _FILE_PREFIX = "@"
 """Begins a word that is the name of a file with the request, not the request itself."""
+NO_RECORD = 74
+"""The exit code of a child process that could not write its record."""
 WITHOUT_AMP = "--without-amp"
 """Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
 _LONGEST_BYTES = 100_000

@@ -27,7 +27,7 @@ from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.positions import POSITION_SIGNAL, wait_for_position
 from mezzo.launch.ranks.torchrun_error import REASON
-from mezzo.launch.request import Request, policy_text
+from mezzo.launch.request import NO_RECORD, Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
 from mezzo.observe.settings import FallbackSettings
@@ -182,6 +182,8 @@ def _run(
         return _End(exit_code, "it was stopped, because the run was over in another process")
     if stopped:
         return _End(exit_code, f"it was stopped at its limit of {limit_s:g} s", at_limit=True)
+    if returned == NO_RECORD:
+        return _End(1, "its record could not be written: the disk may be full")
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     if not returned:
         why = "the process called os._exit, or replaced itself by os.exec, before it could write a record"

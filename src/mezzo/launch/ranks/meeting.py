@@ -337,10 +337,19 @@ def _create_own(place: Path) -> None:
 
 
 def write_message(path: Path, value: dict[str, Any]) -> None:
-    """Write a message atomically."""
+    """Write a message atomically.
+
+    Raises:
+        OSError: it names ``path``; the disk may be full.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:  # one of a full disk names no file
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_message(path: Path) -> dict[str, Any] | None:
