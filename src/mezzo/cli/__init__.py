@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import sys
 
 
@@ -11,6 +12,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; Mezzo's own errors are two lines on standard error, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     atexit.register(_end_at_once)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for what its encoding lacks
     try:
         return _main(words)
     except KeyboardInterrupt:

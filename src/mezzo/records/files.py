@@ -82,7 +82,7 @@ def write_whole(text: str, path: Path) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # a crash of the machine must not leave an empty file under the final name

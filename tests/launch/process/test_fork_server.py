@@ -456,7 +456,7 @@ from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 starter = Starter()
 with open("output.log", "wb") as sink:
-    request = Request.model_validate_json(sys.argv[1])
+    request = Request.of_json(sys.argv[1])
     starter.start(request, sink=sink).wait()
 print(starter._process._process.pid, flush=True)
 time.sleep(60)

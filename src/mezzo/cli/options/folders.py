@@ -17,6 +17,7 @@ from typing import Any
 from mezzo.cli.words import replacing, typed
 from mezzo.errors import UsageError
 from mezzo.launch.ranks.launched import attempt
+from mezzo.records.values import readable
 
 _RECORD, _REPORT = "record.json", "report.html"
 
@@ -139,6 +140,6 @@ def _may_overwrite(folder: Path, leaves: Sequence[str]) -> bool:
         words = run.get("command", [])
         if record.get("kind") == "doctor":
             return "doctor" in typed()
-        return words == list(typed()) and place in ("", os.getcwd())
+        return words == list(typed()) and place in ("", readable(os.getcwd()))
     except (OSError, ValueError, AttributeError):  # not a record, or not one that this Mezzo can read
         return False

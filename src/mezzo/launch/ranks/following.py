@@ -72,14 +72,14 @@ def _record_for_leader(meeting: Meeting, number: int, *, why: str) -> None:
         return
     own = record_at(record_path(meeting.folder_for(f"rank-{rank}"), number))
     if not isinstance(own, RunRecord):
-        own = substitute_record(Request.model_validate_json(message["request"]), _WITHOUT_LEADER, why)
+        own = substitute_record(Request.of_json(message["request"]), _WITHOUT_LEADER, why)
     meeting.recorded = Path(message["record"])
     write_record(own.model_copy(update={"error": why, "exit_code": _WITHOUT_LEADER}), meeting.recorded)
 
 
 def _run(meeting: Meeting, number: int, message: dict[str, Any], stop: Stop) -> None:
     rank = meeting.launched.rank
-    request = Request.model_validate_json(message["request"])
+    request = Request.of_json(message["request"])
     folder = meeting.folder_for(f"rank-{rank}")
     request = for_rank(request, rank, folder=folder, number=number, ranks=meeting.launched.size)
     request = request.model_copy(update={"record_path": str(record_path(folder, number)), "reports_progress": False})

@@ -134,9 +134,9 @@ class Meeting:
         """
         end = time.monotonic() + self._join_s
         while missing := self.missing:
-            check()
-            if self._unequal:
+            if self._unequal:  # first: when the other process has heard it and ended, torchrun stops this one
                 raise _unequal(min(self._unequal.items())[1])
+            check()
             if time.monotonic() > end:
                 raise ScriptError(f"{missing} did not join within {self._join_s:g} s", hint=_START_ALIKE)
             time.sleep(_POLL_S)
@@ -227,9 +227,9 @@ class Meeting:
                     answer = question.with_name(question.name.replace("hello", "welcome", 1))
                     is_left = "digest" not in asked or _has_ended(asked)  # by an earlier job
                     unequal = "" if is_left or asked["digest"] == self._digest else self._difference(asked)
-                    write_message(answer, {"folder": self._folder.name, "unequal": unequal})
                     if unequal:
                         self._unequal[int(asked.get("rank", -1))] = unequal
+                    write_message(answer, {"folder": self._folder.name, "unequal": unequal})
                     question.unlink(missing_ok=True)
             if all(map(self.has_joined, self.others)):
                 return
