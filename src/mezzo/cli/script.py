@@ -151,7 +151,7 @@ class Script:
             folder,
             as_json=self.as_json,
             log_to=self.log_to,
-            typed=readable(self.target),
+            typed=self.target,
             after_script=after_script,
             verbose=self.verbose,
         )
