@@ -50,6 +50,15 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         argv: the request, as returned by ``Request.packed``.
         late_settings: called at the end; returns the settings that the script made too late to take effect.
     """
+    try:
+        return _run(argv, late_settings)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return NO_RECORD  # the command says why
+
+
+def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
     reopen_input()
     request = Request.unpacked(argv[0])
     pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
@@ -81,32 +90,27 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
             exit_code, error = _ending_without_exception(request, training, resumed=snapshots)
-    try:
-        with signals_ignored():
-            record = record_of(
-                request,
-                training,
-                (exit_code, error),
-                shell=shell,
-                ran=(started_at_s, duration_s),
-                digest=digest,
-                late_settings=late_settings(),
-                files_read=files.found,
-                metric=reader.metric() if reader else None,
-                input_elements=input_elements(),
-                bottleneck=training.bottleneck(),
-                snapshots=snapshots,
-                guardrails=guardrails,
-                out_of_memory=training.out_of_memory(error),
-                first_steps=training.num_updates if stopped else None,
-                trained_nothing=trained_nothing,
-            )
-            merged = spawned.merged_with(record)
-            write_record(merged, path)
-    except OSError as full:
-        if full.errno not in _FULL:
-            raise
-        return NO_RECORD  # the command says so
+    with signals_ignored():
+        record = record_of(
+            request,
+            training,
+            (exit_code, error),
+            shell=shell,
+            ran=(started_at_s, duration_s),
+            digest=digest,
+            late_settings=late_settings(),
+            files_read=files.found,
+            metric=reader.metric() if reader else None,
+            input_elements=input_elements(),
+            bottleneck=training.bottleneck(),
+            snapshots=snapshots,
+            guardrails=guardrails,
+            out_of_memory=training.out_of_memory(error),
+            first_steps=training.num_updates if stopped else None,
+            trained_nothing=trained_nothing,
+        )
+        merged = spawned.merged_with(record)
+        write_record(merged, path)
     if merged is not record and isinstance(error, ScriptError):  # the processes that the script started have trained
         exit_code, error = 0, None
     _print_summary(error, merged)

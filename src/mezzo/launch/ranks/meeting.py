@@ -29,6 +29,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import Launched
 from mezzo.measure.environment import package_version
 from mezzo.secrets import hidden
+from mezzo.temporary import began, namespace
 from mezzo.version import VERSION
 
 JOIN_S = 120.0
@@ -275,12 +276,8 @@ def _remove_left(place: Path, *, one_machine: bool) -> None:
 
 def _own_process() -> dict[str, Any]:
     """Return what tells other processes of this machine that this one lives; a container has numbers of its own."""
-    try:
-        numbers = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
-        numbers = ""
     pid = os.getpid()
-    return {"pid": pid, "began": _began(pid), "host": socket.gethostname(), "numbers": numbers}
+    return {"pid": pid, "began": began(pid), "host": socket.gethostname(), "numbers": namespace()}
 
 
 def _has_ended(message: dict[str, Any]) -> bool:
@@ -288,18 +285,7 @@ def _has_ended(message: dict[str, Any]) -> bool:
     own = _own_process()
     if not own["numbers"] or any(message.get(name) != own[name] for name in ("host", "numbers")):
         return False
-    return message.get("began") != _began(int(message["pid"]))
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in the system's ticks; empty if it has ended, even if its parent has not noticed, or without Linux."""
-    try:
-        state, *fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-    except (OSError, ValueError):
-        return ""
-    return "" if state in ("Z", "X") else fields[18]
+    return message.get("began") != began(int(message["pid"]))
 
 
 @cache
