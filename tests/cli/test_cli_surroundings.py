@@ -184,7 +184,7 @@ def test_a_killed_command_leaves_no_process_and_no_folder(command: list[str], nu
     with (tmp_path / "printed").open("w") as printed:
         process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=printed, stderr=printed)
     try:
-        until((tmp_path / "steps").exists, "a step")
+        until(lambda: [*tmp_path.rglob("steps")], "a step")
         process.send_signal(number)
         process.wait(timeout=100)
         until(lambda: not processes(tmp_path), "the end of all processes")
