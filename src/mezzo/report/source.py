@@ -138,10 +138,9 @@ def _file(
 
 def _text(name: str, run: RunRecord, roots: Sequence[Path]) -> tuple[str, str]:
     """Return the text of a file, or why it is not shown."""
-    folder = as_path(run.environment.folder or ".")
-    path, script = folder / as_path(name), folder / as_path(run.script)
     try:
-        path, script = path.resolve(), script.resolve()
+        folder = as_path(run.environment.folder or ".")
+        path, script = (folder / as_path(name)).resolve(), (folder / as_path(run.script)).resolve()
         if path.suffix != ".py" or not any(map(path.is_relative_to, roots)):
             return "", "it is not a Python file below the folder in which this page was made"
         if path.stat().st_size > _MOST_BYTES:
