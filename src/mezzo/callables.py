@@ -6,7 +6,6 @@ A function cannot be restarted from its first line, so each of the four says wha
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, RangesRecord, RunRecord
 from mezzo.secrets import hidden
+from mezzo.temporary import temporary_folder
 
 
 def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
@@ -198,8 +198,8 @@ def fallback(
             trained.observer.record(run)
         return checked(read_measured(settings), run, where="it was called as a function", role=settings.role), run
 
-    with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
-        return find(measure, Policy.of(policy), folder=folder, tolerance=tolerance, fresh=fresh)
+    with temporary_folder() as folder:
+        return find(measure, Policy.of(policy), folder=str(folder), tolerance=tolerance, fresh=fresh)
 
 
 def _trained(

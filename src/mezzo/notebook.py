@@ -18,9 +18,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mezzo.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from mezzo.records import AnyRecord
@@ -99,8 +100,8 @@ def run_command(line: str, cell: str | None = None) -> AnyRecord | None:
         words = [*words[:end], str(_written(cell)), *words[end + 1 :]]
     if _gives_a_record(words):
         words.insert(1, "--json")
-    with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
-        output = Path(folder) / "record.json"
+    with temporary_folder() as folder:
+        output = folder / "record.json"
         code, errors = _run(words, output)
         if code and cell is not None:
             _point_out_variables(errors)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,9 @@ from forked_processes import in_forks
 from mezzo import cli
 from mezzo.cli import ranks
 from mezzo.cli.parser import app
-from mezzo.errors import ScriptError
 from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, Rewind, RunRecord, read_record
 from paths import SCRIPTS
-from processes import Ended, environments, in_processes
+from processes import Ended, in_processes
 
 RANKS = str(SCRIPTS / "ranks.py")
 _SAID = re.compile(r"rank (\d+) injected (\d+) weights (\S+)")
@@ -50,62 +46,6 @@ def test_a_run_in_two_processes(tmp_path: Path) -> None:
     assert record.between_ranks == []
     assert "Ranks" in ended[0].printed
     assert "Result" not in ended[1].printed  # the summary is printed once
-
-
-LONG = """
-import pathlib, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(2000):
-    optimizer.zero_grad(); model(torch.randn(8, 4)).square().mean().backward(); optimizer.step()
-    pathlib.Path(f"rank{dist.get_rank()}").write_text(str(step))
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_mezzo_that_is_killed_ends_the_others_with_a_record_and_a_page(killed: int, tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text(LONG)
-    (tmp_path / "tmp").mkdir()
-    words = [sys.executable, "-m", "mezzo", "run", "--policy", "fp16", "--out", "out", "long.py"]
-    started = [
-        subprocess.Popen(words, cwd=tmp_path, env=env | {"TMPDIR": str(tmp_path / "tmp")}, stdout=subprocess.DEVNULL)
-        for env in environments(2, launched=True)
-    ]
-    try:
-        while not all((tmp_path / f"rank{rank}").exists() for rank in (0, 1)):
-            assert all(process.poll() is None for process in started)
-            time.sleep(0.05)
-        started[killed].kill()
-        assert started[1 - killed].wait(timeout=120) == 1
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, RunRecord)
-    assert f"rank {killed}: its process vanished" in str(record.error)
-    assert (tmp_path / "out" / "report.html").exists()
-
-
-def test_unequal_commands_end_all_processes_and_are_in_the_record(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\n")
-    ends = []
-    for rank, env in enumerate(environments(2, launched=True)):
-        policy = ["fp16", "bf16"][rank]
-        words = [sys.executable, "-m", "mezzo", "run", "--policy", policy, "--out", "out", "train.py"]
-        ends.append(
-            subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    printed = [process.communicate(timeout=100)[0] for process in ends]
-    said = "rank 1 of 2 was started with bf16, where rank 0 has fp16"
-    assert [process.returncode for process in ends] == [ScriptError.exit_code] * 2
-    assert all(said in " ".join(text.split()) for text in printed)
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, RunRecord)
-    assert str(record.error).startswith(said)
 
 
 @pytest.mark.parametrize("words", [["run"], ["run", "nowhere.py"]])
@@ -139,23 +79,6 @@ def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, policy: 
     assert len(skipped[0]) >= 100
     assert record.between_ranks == []
     assert "reduce" not in {reason.what for reason in record.effective.left_alone}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "what", "error"),
-    [
-        ("ddp", "raise", "rank 1: ValueError: bad batch"),
-        ("fsdp", "die", "rank 1: the process died with signal SIGKILL before it could write a record"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_run_for_all(kind: str, what: str, error: str, tmp_path: Path) -> None:
-    began_s = time.monotonic()
-    ended = in_processes(["run", "--out", "out", RANKS, kind, "50", what], folder=tmp_path)
-    record = read(tmp_path / "out")
-    assert record.error == error
-    assert {one.code for one in ended} == {record.exit_code}
-    assert time.monotonic() - began_s < 120
 
 
 AT_THE_HANG = """

@@ -30,3 +30,10 @@ def test_a_request_beyond_the_systems_limit_is_in_a_file(name: str, in_a_file: b
     assert word.startswith("@") is in_a_file
     assert len(word.encode()) < 131_072
     assert Request.unpacked(word) == request
+
+
+def test_a_name_that_the_locale_does_not_understand_stays_the_same_path(tmp_path: Path) -> None:
+    name = "训.py".encode().decode("ascii", "surrogateescape")  # as in the C locale
+    request = Request(target=name, kind="script", policy=None, record_path=str(tmp_path / "r.json"), command=("mezzo",))
+    assert request.packed().isascii()
+    assert Request.unpacked(request.packed()) == request

@@ -51,14 +51,13 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = (
-    "errors version secrets library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
-)
+FACTS = "errors version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
     "version": "",
     "secrets": "",
+    "temporary": "",
     "library_files": "",
     "formats": "",
     "devices": "formats",
@@ -77,7 +76,7 @@ MAY_IMPORT = {
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
     "report": "errors secrets records report",
-    "notebook": "records report",
+    "notebook": "temporary records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe patching launch report cli __init__",
     "__init__": f"{FACTS} engine measure callables report notebook",  # on first use only, or in a notebook

@@ -1,6 +1,6 @@
 """A training in several processes: ``ranks.py KIND STEPS [WHAT]``.
 
-KIND: ddp or fsdp. WHAT happens in rank 1 at the fifth step: raise, die or hang; or overflow, half of the time in a random rank.
+KIND: ddp or fsdp. WHAT: hang, in rank 1 at the fifth step; or overflow, half of the time in a random rank.
 A rank that hangs leaves a file ``hangs-PID`` first, and one that then waits for it a file ``waits-PID``.
 """
 
@@ -32,13 +32,8 @@ data, chance = torch.Generator().manual_seed(rank), torch.Generator().manual_see
 injected = 0
 for step in range(1, int(num_steps) + 1):
     inputs, targets = torch.randn(8, 16, generator=data), torch.randint(0, 4, (8,), generator=data)
-    if rank == 1 and step == 5:
-        if what == "raise":
-            raise ValueError("bad batch")
-        if what == "die":
-            os.kill(os.getpid(), 9)
-        if what == "hang":
-            Path(f"hangs-{os.getpid()}").touch() or time.sleep(1000)
+    if what == "hang" and rank == 1 and step == 5:
+        Path(f"hangs-{os.getpid()}").touch() or time.sleep(1000)
     loss = F.cross_entropy(model(inputs), targets)
     unlucky = torch.rand((), generator=chance) < 0.5, int(torch.randint(0, size, (), generator=chance))
     if what == "overflow" and unlucky == (True, rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import sys
 
 
@@ -11,6 +12,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; Mezzo's own errors are two lines on standard error, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     atexit.register(_end_at_once)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for what its encoding lacks
     try:
         return _main(words)
     except KeyboardInterrupt:
@@ -18,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    from mezzo.cli.parser import exit_code_of, failed
+    from mezzo.cli.parser import exit_code_of, failed, unusable
     from mezzo.cli.ranks import in_ranks
     from mezzo.cli.words import WORDS
     from mezzo.errors import MezzoError
@@ -29,10 +32,12 @@ def _main(words: list[str]) -> int:
         return in_ranks(words, lambda: exit_code_of(list(words)))
     except MezzoError as error:  # raised before the command began, by the checks of the launcher's processes
         exit_code = failed(error)
-        report_failure(exit_code, words[0])
-        return exit_code
+    except OSError as error:
+        exit_code = unusable(error)
     finally:
         WORDS.reset(token)
+    report_failure(exit_code, words[0])
+    return exit_code
 
 
 def _end_at_once() -> None:

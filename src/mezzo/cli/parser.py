@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -100,13 +101,20 @@ def exit_code_of(words: list[str]) -> int:
         print(f"mezzo: {stopped}", file=sys.stderr)
         return stopped.exit_code
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"mezzo: cannot use {error.filename!r}: {error.strerror}", file=sys.stderr)
-        return 1
+        return unusable(error)
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return code if isinstance(code, int) else 0
+
+
+def unusable(error: OSError) -> int:
+    """Print why a file cannot be used, such as a full disk, and return the exit code; raise any other error."""
+    if error.filename is None and error.errno != errno.ENOSPC:
+        raise error
+    what = "standard output" if error.filename is None else error.filename
+    REASON.text = f"cannot use {what!r}: {error.strerror}"
+    print(f"mezzo: {REASON.text}", file=sys.stderr)
+    return 1
 
 
 def failed(error: MezzoError) -> int:

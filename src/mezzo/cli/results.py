@@ -47,14 +47,20 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def closed_output_ignored() -> Iterator[None]:
-    """Ignore that nobody reads the output any more, as after ``| head`` or in a closed terminal."""
+    """Ignore that nobody reads the output any more, as after ``| head`` or in a closed terminal.
+
+    Raises:
+        OSError: standard output is a file on a full disk.
+    """
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain at exit
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def finish(
@@ -78,7 +84,12 @@ def finish(
         after_script: whether the script has printed to standard output.
         verbose: whether to print the tables behind the answer too.
     """
-    record = write(record, folder, typed=typed)
+    try:
+        record = write(record, folder, typed=typed)
+    except OSError:  # the results are shown even if the disk is full
+        with closed_output_ignored():
+            show(record, as_json=as_json, after_script=after_script, verbose=verbose)
+        raise
     with closed_output_ignored():
         files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
         show(record, as_json=as_json, files=files, after_script=after_script, verbose=verbose)
@@ -86,12 +97,25 @@ def finish(
 
 
 def write(record: AnyRecord, folder: Path, *, typed: str = "") -> AnyRecord:
-    """Write ``record.json`` and ``report.html``, and return the record as written; ``typed`` is the script of the command."""
+    """Write ``record.json`` and ``report.html``, and return the record as written; a page that cannot be written is only noted.
+
+    Args:
+        record: the result of the command.
+        folder: the folder for the files.
+        typed: the script of the command.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
     from mezzo.records import write_record
     from mezzo.report.html import write_html
 
     record = write_record(record, folder / "record.json")
-    write_html(record, folder / "report.html", typed=typed)
+    try:
+        write_html(record, folder / "report.html", typed=typed)
+    except OSError as error:
+        again = shlex.join(["mezzo", "report", str(folder / "record.json")])
+        note(f"cannot write {str(folder / 'report.html')!r}: {error.strerror}; to write it later, type: {again}")
     return record
 
 

@@ -24,6 +24,7 @@ from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before
 from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.records.values import readable
 from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
@@ -74,7 +75,7 @@ class Script:
         from mezzo.measure.environment import variables_that_matter
         from mezzo.report.commands import TypedScript as Typed
 
-        script = Typed.typed(self.command, self.target)
+        script = Typed.typed(self.command, readable(self.target))
         assert script is not None, self.command  # the command that is running
         return replace(script, framework=self.framework, variables=variables_that_matter(os.environ))
 

@@ -14,6 +14,7 @@ import typer
 
 from mezzo.cli.help.renamed import LIKELY
 from mezzo.errors import UsageError
+from mezzo.records.values import readable
 from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCL
 
 def typed() -> tuple[str, ...]:
     """Return the whole command, with placeholders for the secrets in it: it is printed and recorded."""
-    return ("mezzo", *hidden(WORDS.get()))
+    return ("mezzo", *map(readable, hidden(WORDS.get())))
 
 
 def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread
+import errno
 import hashlib
 import importlib.util
 import os
@@ -29,7 +30,7 @@ from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals,
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.positions import write_position_on_signal
 from mezzo.launch.recording import Ending, guarded, record_of
-from mezzo.launch.request import Request
+from mezzo.launch.request import NO_RECORD, Request
 from mezzo.launch.request_parts import ScriptFile
 from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.step_limit import StepLimit
@@ -37,6 +38,9 @@ from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
+
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Errors of a full disk, or of one on which the user may write no more."""
 
 
 def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
@@ -46,6 +50,15 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         argv: the request, as returned by ``Request.packed``.
         late_settings: called at the end; returns the settings that the script made too late to take effect.
     """
+    try:
+        return _run(argv, late_settings)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return NO_RECORD  # the command says why
+
+
+def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
     reopen_input()
     request = Request.unpacked(argv[0])
     pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory

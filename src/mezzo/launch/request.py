@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
+from pydantic_core import PydanticSerializationError
 
 from mezzo.launch.frameworks import Framework
 from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
@@ -15,6 +17,8 @@ from mezzo.records import AS_IS, Placement, Reason
 
 _FILE_PREFIX = "@"
 """Begins a word that is the name of a file with the request, not the request itself."""
+NO_RECORD = 74
+"""The exit code of a child process that could not write its record."""
 WITHOUT_AMP = "--without-amp"
 """Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
 _LONGEST_BYTES = 100_000
@@ -101,6 +105,18 @@ class Request(BaseModel):
     watches: bool = False
     """Whether the progress display shows what the script waits for."""
 
+    def model_dump_json(self, **options: Any) -> str:
+        """Return the JSON, also of names of files that are not in the encoding of this process."""
+        try:
+            return super().model_dump_json(**options)
+        except PydanticSerializationError:
+            return json.dumps(self.model_dump(mode="json"))
+
+    @classmethod
+    def of_json(cls, text: str) -> Request:
+        """Return the request in a JSON."""
+        return cls.model_validate(json.loads(text))
+
     def packed(self) -> str:
         """Return the request as one command-line word: JSON, or the name of a file if the JSON is too long for the system."""
         text = self.model_dump_json()
@@ -114,7 +130,7 @@ class Request(BaseModel):
         """Return the request that ``word`` contains or names."""
         in_file = word.startswith(_FILE_PREFIX)
         text = Path(word.removeprefix(_FILE_PREFIX)).read_text(encoding="utf-8") if in_file else word
-        return cls.model_validate_json(text)
+        return cls.of_json(text)
 
     @property
     def file(self) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
@@ -27,7 +27,7 @@ from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.positions import POSITION_SIGNAL, wait_for_position
 from mezzo.launch.ranks.torchrun_error import REASON
-from mezzo.launch.request import Request, policy_text
+from mezzo.launch.request import NO_RECORD, Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
 from mezzo.observe.settings import FallbackSettings
@@ -108,6 +108,12 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
         except ScriptError as error:  # not all processes have arrived, or not with the same command
             record = substitute_record(request, error.exit_code, error.message).model_copy(update={"hint": error.hint})
             write_record(record, Path(request.record_path))
+        except Stopped as stopped:
+            if not lead.missing:
+                raise
+            why = f"{stopped} while it waited for {lead.missing}"
+            record = substitute_record(request, stopped.exit_code, why)
+            write_record(record, Path(request.record_path))
     REASON.text = error_of(record) or REASON.text
     return record
 
@@ -176,6 +182,8 @@ def _run(
         return _End(exit_code, "it was stopped, because the run was over in another process")
     if stopped:
         return _End(exit_code, f"it was stopped at its limit of {limit_s:g} s", at_limit=True)
+    if returned == NO_RECORD:
+        return _End(1, "its record could not be written: the disk may be full")
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     if not returned:
         why = "the process called os._exit, or replaced itself by os.exec, before it could write a record"

@@ -74,7 +74,7 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the target; end with its exit code."""
-        request = Request.model_validate_json(self._request)
+        request = Request.of_json(self._request)
         if request.framework not in sys.modules:  # nothing that the process has imported could train
             self._target(*args, **kwargs)
             return

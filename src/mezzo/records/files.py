@@ -74,15 +74,21 @@ def without_secrets(record: R) -> R:
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write ``text`` to a temporary file next to ``path``, then move it into place; create the folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``text`` to a temporary file next to ``path``, then move it into place; create the folder if need be.
+
+    Raises:
+        OSError: it names ``path``; the disk may be full.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # a crash of the machine must not leave an empty file under the final name
         os.replace(temporary, path)
+    except OSError as error:  # one of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticSerializationError
 
 SCHEMA_VERSION = 1
+
+
+def readable(text: str) -> str:
+    """Return a text in which Python has not understood bytes, such as a file's name in a locale without UTF-8, read as UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half of a character
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def as_path(text: str) -> Path:
+    """Return the path that a ``readable`` text names here.
+
+    Raises:
+        ValueError: it holds half of a character.
+    """
+    return Path(os.fsdecode(text.encode("utf-8", "surrogateescape")))
+
+
+def _readable_in(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_readable_in(key): _readable_in(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable_in(each) for each in value]
+    return readable(value) if isinstance(value, str) else value
 
 
 class Value(BaseModel):
@@ -20,6 +48,13 @@ class Value(BaseModel):
         allow_inf_nan=True,
         use_attribute_docstrings=True,
     )
+
+    def model_dump_json(self, **options: Any) -> str:
+        """Return the JSON, with all texts ``readable``."""
+        try:
+            return super().model_dump_json(**options)
+        except PydanticSerializationError:
+            return type(self).model_validate(_readable_in(self.model_dump())).model_dump_json(**options)
 
 
 class WholeRecord(Value):

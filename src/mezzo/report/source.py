@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mezzo.records import AnyRecord, AuditRecord, Finding, RunRecord
+from mezzo.records.values import as_path
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets.audit import lines_of_modules
 from mezzo.secrets import hidden_text
@@ -137,10 +138,9 @@ def _file(
 
 def _text(name: str, run: RunRecord, roots: Sequence[Path]) -> tuple[str, str]:
     """Return the text of a file, or why it is not shown."""
-    folder = Path(run.environment.folder or ".")
-    path, script = folder / name, folder / run.script
     try:
-        path, script = path.resolve(), script.resolve()
+        folder = as_path(run.environment.folder or ".")
+        path, script = (folder / as_path(name)).resolve(), (folder / as_path(run.script)).resolve()
         if path.suffix != ".py" or not any(map(path.is_relative_to, roots)):
             return "", "it is not a Python file below the folder in which this page was made"
         if path.stat().st_size > _MOST_BYTES:

@@ -74,14 +74,15 @@ def test_for_which_gpus(
     assert (None if found is None else found.gpus) == asked
 
 
-def test_other_frameworks_and_runs_without_steps() -> None:
+def test_other_frameworks_and_runs_without_steps_or_that_failed() -> None:
     keras = [run.model_copy(update={"framework": "keras 3.15.1 on tensorflow 2.21.0"}) for run in _runs(**CPU)]
     found = predicted_for(SCRIPT, keras, None)
     assert found is not None
     assert found.reason == "trainings in keras are not predicted"
     empty = [run.model_copy(update={"steps": run.steps.model_copy(update={"loss": []})}) for run in _runs(**CPU)]
     assert module.NONE == "none"
-    assert predicted_for(SCRIPT, [run for run in empty if len(run.steps)], None) is None
+    failed = [run.model_copy(update={"error": "KeyError: 'x'"}) for run in _runs(**CPU)]
+    assert predicted_for(SCRIPT, [*empty, *failed], None) is None
 
 
 def test_a_comparison_is_given_the_predictions_of_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def replaced(folder: Path) -> Callable[[], None]:
 
 
 FAILURES = [
-    (full_disk, "could not write the snapshot .*: File too large; the snapshots before it are untouched"),
+    (full_disk, "could not write a snapshot .*: File too large; the snapshots before it are untouched"),
     (vanished, "the folder .* was removed or replaced while this run was writing"),
     (replaced, "the folder .* was removed or replaced while this run was writing"),
 ]
@@ -179,7 +179,7 @@ def test_a_failed_save_is_an_error_and_harms_nothing(
 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     told = capfd.readouterr().err
-    assert ("could not write the snapshot" in told) == (break_it is full_disk)
+    assert ("could not write a snapshot" in told) == (break_it is full_disk)
     again, _ = built()
     assert again.load(folder) is not None
 
@@ -195,12 +195,25 @@ def test_a_failed_save_nobody_waited_for_is_raised_by_the_next(
     saving._thread.join()
     mend()
 
-    with pytest.raises(SnapshotError, match="could not write the snapshot"):
+    with pytest.raises(SnapshotError, match="could not write a snapshot"):
         session.save(tmp_path)
     session.save(tmp_path).wait()  # type: ignore[union-attr]
 
     assert len(saved_in(tmp_path)) == 2
-    assert "mezzo: could not write the snapshot" in capfd.readouterr().err
+    assert "mezzo: could not write a snapshot" in capfd.readouterr().err
+
+
+def test_a_full_disk_is_said_once_until_a_save_succeeds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    session, _ = built()
+    for failures in (3, 2):
+        mend = full_disk(tmp_path)
+        for _ in range(failures):
+            with pytest.raises(SnapshotError):
+                session.save(tmp_path).wait()  # type: ignore[union-attr]
+            session.state.snapshots.saving = None
+        mend()
+        assert capfd.readouterr().err.count("mezzo: could not write a snapshot") == 1
+        session.save(tmp_path).wait()  # type: ignore[union-attr]
 
 
 def test_any_error_of_the_writing_thread_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +224,5 @@ def test_any_error_of_the_writing_thread_fails_the_save(tmp_path: Path, monkeypa
     monkeypatch.setattr(container, "write", write)
     saving = session.save(tmp_path)
     assert saving is not None
-    with pytest.raises(SnapshotError, match=r"could not write the snapshot .*: MemoryError: no room for the header"):
+    with pytest.raises(SnapshotError, match=r"could not write a snapshot .*: MemoryError: no room for the header"):
         saving.wait()

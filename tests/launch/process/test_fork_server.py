@@ -456,7 +456,7 @@ from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 starter = Starter()
 with open("output.log", "wb") as sink:
-    request = Request.model_validate_json(sys.argv[1])
+    request = Request.of_json(sys.argv[1])
     starter.start(request, sink=sink).wait()
 print(starter._process._process.pid, flush=True)
 time.sleep(60)
@@ -502,7 +502,7 @@ def test_runs_go_on_when_the_process_is_ended(tmp_path: Path, capfd: pytest.Capt
     [
         ("import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = 'x'", "", "script.py names TORCHINDUCTOR_CACHE_DIR"),
         ("import helper", "TRITON_INTERPRET = 1", "helper.py names TRITON_INTERPRET"),
-        ("import torch\ntorch.compile", "PYTORCH_CUDA_ALLOC_CONF = 1", None),
+        ("import torch\ntorch.compile", "PYTORCH_CUDA_ALLOC_CONF = TORCHELASTIC_RUN_ID", None),
     ],
 )
 def test_variables_that_the_compiler_reads_when_it_is_imported(

@@ -19,6 +19,15 @@ def end(rank: int, error: str | None = None, **more: Any) -> ProcessEnd:
 
 CASES: dict[str, tuple[list[ProcessEnd], tuple[int, str] | None]] = {
     "all well": ([end(0), end(1)], None),
+    "all end with the script's own exit code": ([end(0, exit_code=3), end(1, exit_code=3)], None),
+    "one ends with an exit code, the other loses it": (
+        [end(0, RESET, exit_code=1, at_s=1.0, updates=4), end(1, exit_code=3, at_s=2.0, updates=4)],
+        (1, "its script ended with exit code 3"),
+    ),
+    "one ends with an exit code, the other well": (
+        [end(0), end(1, exit_code=3)],
+        (1, "its script ended with exit code 3"),
+    ),
     "one raises, the other loses its peer first": (
         [end(0, RESET, at_s=1.0), end(1, "ValueError: bad batch", at_s=2.0)],
         (1, "ValueError: bad batch"),

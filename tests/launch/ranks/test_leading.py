@@ -168,7 +168,7 @@ def last_words(folder: Path, rank: int, name: str, message: dict[str, Any]) -> L
 
 
 def test_a_process_that_ended_well_and_is_gone_has_not_vanished(tmp_path: Path) -> None:
-    meeting = last_words(tmp_path, 0, "ended-1-1", {"error": None, "stopped": False})
+    meeting = last_words(tmp_path, 0, "ended-1-1", {"error": None, "exit_code": 0, "stopped": False})
     run = leading._Run(1, None, time.monotonic(), {}, set())
     Leader(meeting)._over(run)
     meeting.leave()

@@ -15,6 +15,7 @@ import pytest
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import Launched
 from mezzo.launch.ranks.meeting import Meeting, meeting_place
+from mezzo.temporary import namespace
 
 
 def process(rank: int, *, size: int = 2, one_machine: bool = True) -> Launched:
@@ -82,17 +83,22 @@ def test_processes_with_unequal_commands_are_told_at_once(words: tuple[str, ...]
 
 
 def of_process(number: int) -> dict[str, object]:
-    return {"pid": number, "host": socket.gethostname(), "numbers": os.readlink("/proc/self/ns/pid")}
+    began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19] if number == os.getpid() else "1"
+    return {"pid": number, "began": began, "host": socket.gethostname(), "numbers": namespace()}
 
 
-@pytest.mark.parametrize("elsewhere", [{}, {"host": "another"}, {"numbers": "pid:[1]"}])
+@pytest.mark.parametrize("elsewhere", [{}, {"host": "another"}, {"numbers": "1"}])
 def test_a_process_of_this_machine_that_has_ended_is_gone_at_once(elsewhere: dict[str, str], tmp_path: Path) -> None:
     meeting = Meeting(process(0), tmp_path / "p", silent_s=60)
     meeting.open()
     ended = subprocess.Popen(["true"])
-    ended.wait()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     meeting.put("alive-1", {"number": 3, **of_process(ended.pid), **elsewhere})
+    assert meeting.gone(1) is not bool(elsewhere)  # before its parent has noticed
+    ended.wait()
     assert meeting.gone(1) is not bool(elsewhere)
+    meeting.put("alive-1", {"number": 3, **of_process(os.getpid()), "began": "1", **elsewhere})
+    assert meeting.gone(1) is not bool(elsewhere)  # another process has its number now
     meeting.put("alive-1", {"number": 3, **of_process(os.getpid())})
     assert not meeting.gone(1)
     meeting.leave()
@@ -162,7 +168,7 @@ def test_who_is_missing_is_named(tmp_path: Path) -> None:
     lead.leave()
     with pytest.raises(ScriptError, match="rank 1 of 2 found no rank 0 in"):
         Meeting(process(1), tmp_path / "q", join_s=0.05).join()
-    assert not list((tmp_path / "q").iterdir())
+    assert not (tmp_path / "q").exists()
 
 
 def test_machines_meet_beside_the_results_and_one_machine_in_its_temporary_folder(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def run(rank: int, *, loss: list[float], **fields: Any) -> RunRecord:
 
 
 def of(*runs: RunRecord, blame: tuple[int, str] | None = None) -> RunRecord:
-    ends = [ProcessEnd(rank=rank, error=one.error) for rank, one in enumerate(runs)]
+    ends = [ProcessEnd(rank=rank, error=one.error, exit_code=one.exit_code) for rank, one in enumerate(runs)]
     record = merged(dict(enumerate(runs)), ends=ends, blame=blame, hosts={0: "here", 1: "there"})
     assert isinstance(record, RunRecord)
     return record

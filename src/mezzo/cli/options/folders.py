@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,13 @@ from typing import Any
 
 from mezzo.cli.words import replacing, typed
 from mezzo.errors import UsageError
+from mezzo.launch.ranks.launched import attempt
+from mezzo.records.values import readable
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 _RECORD, _REPORT = "record.json", "report.html"
 
@@ -22,8 +30,9 @@ _RECORD, _REPORT = "record.json", "report.html"
 def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
     """Return a folder for records, created if need be: ``out``, or a new one under runs/ named after the date and ``name``.
 
-    If ``out`` contains the results of another command, or files that this one would overwrite, the folder is a new one next to it, and
-    standard error says so. The same command repeated in the same folder replaces its own results.
+    If ``out`` contains the results of another command, or files that this one would overwrite, or another command is just writing to
+    it, the folder is a new one next to it, and standard error says so. The same command repeated in the same folder replaces its own
+    results; those of an attempt after which a launcher started the job again are moved to a folder inside.
 
     Args:
         out: the requested folder.
@@ -36,9 +45,17 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     if out is None:
         stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
-        return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _create(folder))
+        return next(
+            folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _create(folder) and _hold(folder)
+        )
     folder = _unused_folder(out, leaves)
-    _create(folder)
+    attempts = attempt(os.environ)
+    if attempts and (folder / _RECORD).exists():
+        earlier = folder / f"attempt-{attempts}"
+        earlier.mkdir(exist_ok=True)
+        for name in (_RECORD, _REPORT):
+            with suppress(FileNotFoundError):
+                (folder / name).replace(earlier / name)
     (folder / _REPORT).unlink(missing_ok=True)  # it shows the record about to be replaced
     return folder
 
@@ -47,7 +64,7 @@ def resumed_folder(folder: Path, *, out: Path | None) -> Path:
     """Return the folder of ``--resume`` that a command continues in; ``out`` is the folder of ``--out``.
 
     Raises:
-        UsageError: it does not exist, or ``out`` is another one.
+        UsageError: it does not exist, ``out`` is another one, or another command is writing to it.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -60,15 +77,52 @@ def resumed_folder(folder: Path, *, out: Path | None) -> Path:
             hint=f"leave out --out {out}",
         )
     _create(folder, "--resume")
+    if not _hold(folder):
+        raise UsageError(
+            f"--resume {str(folder)!r} is being written to by another command; allowed: one command per folder",
+            hint="wait until that command has ended",
+        )
     (folder / _REPORT).unlink(missing_ok=True)
     return folder
 
 
 def _unused_folder(out: Path, leaves: Sequence[str]) -> Path:
-    folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _may_overwrite(folder, leaves))
+    """Return the first folder that this command may write to, created and held."""
+    why = ""
+    for folder in _numbered(out):
+        if not folder.is_dir() or _may_overwrite(folder, leaves):
+            _create(folder)
+            if _hold(folder) and _may_overwrite(folder, leaves):  # another command may just have ended
+                break
+            why = why or "is being written to by another command"
+        why = why or "already contains other results"
     if folder != out:
-        print(f"mezzo: {out} already contains other results; writing to {folder} instead", file=sys.stderr)
+        print(f"mezzo: {out} {why}; writing to {folder} instead", file=sys.stderr)
     return folder
+
+
+_HELD: dict[tuple[int, int], int] = {}
+"""By device and inode, the open folders that this process holds until it ends, however it ends."""
+
+
+def _hold(folder: Path) -> bool:
+    """Keep other commands out of a folder; return whether none of them holds it. Systems without such locks hold nothing."""
+    if fcntl is None:
+        return True
+    status = folder.stat()
+    if (status.st_dev, status.st_ino) in _HELD:
+        return True
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # a network's file system may have no such locks
+        os.close(descriptor)
+        return not isinstance(error, BlockingIOError)
+    _HELD[status.st_dev, status.st_ino] = descriptor
+    return True
 
 
 def check_folder(folder: Path | None, option: str) -> None:
@@ -129,6 +183,6 @@ def _may_overwrite(folder: Path, leaves: Sequence[str]) -> bool:
         words = run.get("command", [])
         if record.get("kind") == "doctor":
             return "doctor" in typed()
-        return words == list(typed()) and place in ("", os.getcwd())
+        return words == list(typed()) and place in ("", readable(os.getcwd()))
     except (OSError, ValueError, AttributeError):  # not a record, or not one that this Mezzo can read
         return False

@@ -55,7 +55,7 @@ def predicted_for(
     """
     from mezzo.gpus import GPUS
 
-    trained = [run for run in runs if len(run.steps)]
+    trained = [run for run in runs if len(run.steps) and run.error is None]
     measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
     if not trained or gpus == [] or (gpus is None and measured):
         return None

@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.layout import dense
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.library_files import cache_home
+from mezzo.temporary import folder_of_process
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "formats"))
@@ -109,8 +109,8 @@ def _cache_folder() -> Path:
         folder = cache_home() / "mezzo"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # the user has no home, or one that cannot be written
-        return Path(tempfile.mkdtemp(prefix="mezzo-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="mezzo-"))
+        return folder_of_process()
+    return folder if os.access(folder, os.W_OK) else folder_of_process()
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:

@@ -18,6 +18,9 @@ from torch import Tensor
 from mezzo.engine.snapshots import container
 from mezzo.errors import MezzoError, SnapshotError
 
+_FAILED: dict[Path, str] = {}
+"""By folder, why its last save failed: said once, until a save succeeds."""
+
 
 class Saving:
     """A snapshot that is being written."""
@@ -35,15 +38,17 @@ class Saving:
         try:
             container.write(self.path, *self._state)
             self._then()
+            _FAILED.pop(self.path.parent, None)
         except MezzoError as error:
             self._error = error
         except Exception as error:  # any other would end the thread, and ``wait`` would report success
             why = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._error = SnapshotError(
-                f"could not write the snapshot {str(self.path)!r}: {why}; the snapshots before it are untouched",
+                f"could not write a snapshot to {str(self.path.parent)!r}: {why}; the snapshots before it are untouched",
                 hint="free space on that disk or choose another folder; training can continue",
             )
-        if self._error is not None:
+        if self._error is not None and _FAILED.get(self.path.parent) != self._error.message:
+            _FAILED[self.path.parent] = self._error.message
             print(f"mezzo: {self._error.message}", file=sys.stderr, flush=True)  # the script may never call ``wait``
 
     @property

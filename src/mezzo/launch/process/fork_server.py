@@ -40,7 +40,7 @@ from mezzo.records import Reason
 _COMPILER = "torch._dynamo"
 """The compiler, which torch imports when a script constructs its first optimizer."""
 
-_READ_BY_COMPILER = re.compile(rb"\b(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
+_READ_BY_COMPILER = re.compile(rb"\b(?!TORCHELASTIC)(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
 """Names of the environment variables that the compiler may read while it is imported."""
 
 _READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")

@@ -21,6 +21,8 @@ class ProcessEnd:
 
     rank: int
     error: str | None
+    exit_code: int = 0
+    """The script's, if it ended by itself."""
     at_s: float = 0.0
     """When rank 0 learned of it, on its own clock."""
     stopped: bool = False
@@ -34,6 +36,13 @@ class ProcessEnd:
     updates: int | None = None
     """Number of updates that it made; None if that is not known."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why it failed by itself; None if it ended well or was stopped."""
+        if self.stopped or self.error is not None or not self.exit_code:
+            return None if self.stopped else self.error
+        return f"its script ended with exit code {self.exit_code}"
+
 
 def is_about_peer(error: str) -> bool:
     """Return whether a process raised an error because another process is missing."""
@@ -46,15 +55,16 @@ def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
     In order of preference: a process that vanished; the first that failed for a reason of its own; one that was still busy while the
     others waited for it; one whose script had ended early, perhaps because it has fewer batches; the first that failed.
     """
-    if all(end.error is None and not end.stopped and not end.vanished for end in ends):
+    ended = all(end.error is None and not end.stopped and not end.vanished for end in ends)
+    if ended and len({end.exit_code for end in ends}) == 1:  # the script's own, such as a verdict
         return None
     vanished = [end for end in ends if end.vanished]
     if vanished:
         return vanished[0].rank, "its process vanished"
-    failed = sorted((end for end in ends if end.error is not None and not end.stopped), key=lambda end: end.at_s)
-    failed_itself = [end for end in failed if not is_about_peer(end.error or "")]
+    failed = sorted((end for end in ends if end.failure is not None), key=lambda end: end.at_s)
+    failed_itself = [end for end in failed if not is_about_peer(end.failure or "")]
     if failed_itself:
-        return failed_itself[0].rank, failed_itself[0].error or ""
+        return failed_itself[0].rank, failed_itself[0].failure or ""
     running = [end for end in ends if end.stopped]
     busy = [end for end in running if not end.waiting and end.where]
     early = None if busy else _ended_early(ends)
@@ -67,13 +77,13 @@ def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
         positions = Counter(end.where for end in running)
         hung = min(busy, key=lambda end: positions[end.where])
         return hung.rank, _no_progress(hung, running)
-    return (failed[0].rank, failed[0].error or "") if failed else (running[0].rank, _no_progress(running[0], running))
+    return (failed[0].rank, failed[0].failure or "") if failed else (running[0].rank, _no_progress(running[0], running))
 
 
 def _ended_early(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
     """Return a process that ended well with no more updates than those that failed or waited, and how that stopped these."""
-    ended_well = [end for end in ends if end.error is None and not end.stopped and end.updates is not None]
-    left_behind = [end for end in ends if (end.waiting if end.stopped else end.error is not None)]
+    ended_well = [end for end in ends if end.failure is None and not end.stopped and end.updates is not None]
+    left_behind = [end for end in ends if (end.waiting if end.stopped else end.failure is not None)]
     if not ended_well or not left_behind:
         return None
     first = min(ended_well, key=lambda end: end.updates or 0)

@@ -10,7 +10,7 @@ from typing import Any
 from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppable
 from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
-from mezzo.launch.ranks.merged import error_of
+from mezzo.launch.ranks.merged import error_of, exit_code_of
 from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import for_rank, record_path
 from mezzo.launch.ranks.torchrun_error import REASON
@@ -39,7 +39,6 @@ def follow(meeting: Meeting) -> int:
             with shared_imports(prints_why_not=False):
                 return _follow(meeting, stop)
         finally:
-            meeting.put(f"bye-{meeting.launched.rank}", {})
             meeting.leave()
 
 
@@ -73,14 +72,14 @@ def _record_for_leader(meeting: Meeting, number: int, *, why: str) -> None:
         return
     own = record_at(record_path(meeting.folder_for(f"rank-{rank}"), number))
     if not isinstance(own, RunRecord):
-        own = substitute_record(Request.model_validate_json(message["request"]), _WITHOUT_LEADER, why)
+        own = substitute_record(Request.of_json(message["request"]), _WITHOUT_LEADER, why)
     meeting.recorded = Path(message["record"])
     write_record(own.model_copy(update={"error": why, "exit_code": _WITHOUT_LEADER}), meeting.recorded)
 
 
 def _run(meeting: Meeting, number: int, message: dict[str, Any], stop: Stop) -> None:
     rank = meeting.launched.rank
-    request = Request.model_validate_json(message["request"])
+    request = Request.of_json(message["request"])
     folder = meeting.folder_for(f"rank-{rank}")
     request = for_rank(request, rank, folder=folder, number=number, ranks=meeting.launched.size)
     request = request.model_copy(update={"record_path": str(record_path(folder, number)), "reports_progress": False})
@@ -94,7 +93,7 @@ def _run(meeting: Meeting, number: int, message: dict[str, Any], stop: Stop) -> 
 
     try:
         record = run_alone(request, output=output, interrupted=interrupted)
-        error = error_of(record)
+        ended = {"error": error_of(record), "exit_code": exit_code_of(record)}
     except Stopped as by_signal:
-        error = str(by_signal)
-    meeting.put(f"ended-{number}-{rank}", {"error": error, "stopped": stopped, **take_position(request)._asdict()})
+        ended = {"error": str(by_signal), "exit_code": by_signal.exit_code}
+    meeting.put(f"ended-{number}-{rank}", {**ended, "stopped": stopped, **take_position(request)._asdict()})

@@ -116,6 +116,11 @@ def launched(variables: Mapping[str, str], *, command: Sequence[str] = ()) -> La
     return None
 
 
+def attempt(variables: Mapping[str, str]) -> int:
+    """Return how many times the launcher has started this job before."""
+    return _number(variables, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")) or 0
+
+
 def _number(variables: Mapping[str, str], names: Sequence[str]) -> int | None:
     text = next((variables[name] for name in names if variables.get(name)), "")
     return int(text) if text.isdecimal() else None

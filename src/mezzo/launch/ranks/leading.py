@@ -22,7 +22,7 @@ from mezzo.launch.process.command_signals import GRACE_S, stoppable
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.launched import PADDLE_STORE
 from mezzo.launch.ranks.meeting import Meeting
-from mezzo.launch.ranks.merged import error_of, merged, run_of
+from mezzo.launch.ranks.merged import error_of, exit_code_of, merged, run_of
 from mezzo.launch.ranks.ports import free_port
 from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
@@ -60,16 +60,17 @@ def leader() -> Leader | None:
 
 @contextmanager
 def leading(meeting: Meeting) -> Iterator[Leader]:
-    """Lead the job of the runs inside."""
-    meeting.open()
-    lead = Leader(meeting)
-    token = _LEADER.set(lead)
-    try:
-        yield lead
-    finally:
-        _LEADER.reset(token)
-        lead.dismiss()
-        meeting.leave()
+    """Lead the job of the runs inside; a signal does not end this process before the others have left."""
+    with stoppable():  # torchrun sends one as soon as the first process has ended
+        meeting.open()
+        lead = Leader(meeting)
+        token = _LEADER.set(lead)
+        try:
+            yield lead
+        finally:
+            _LEADER.reset(token)
+            lead.dismiss()
+            meeting.leave()
 
 
 @dataclass
@@ -104,6 +105,11 @@ class Leader:
         """Number of processes."""
         return self._meeting.launched.size
 
+    @property
+    def missing(self) -> str:
+        """The processes that have not joined; empty if all have."""
+        return self._meeting.missing
+
     def run(self, request: Request, *, output: Path | None, limit_s: float | None, run_one: RunOne) -> AnyRecord:
         """Run a request's script in all processes and return their merged record.
 
@@ -115,6 +121,7 @@ class Leader:
 
         Raises:
             ScriptError: not all processes have arrived.
+            Stopped: a signal has stopped the command before.
         """
         if self._number == 0:
             self._waits_for_late = False
@@ -129,12 +136,14 @@ class Leader:
         self._meeting.put(f"run-{run.number}", {"request": sent, "output": output_path, "record": place})
         request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
-        own_end_s, own_stopped = time.monotonic(), run.stopped
-        if error_of(own) is not None and run.failed_s is None:
+        own_end_s = time.monotonic()
+        own_end = ProcessEnd(
+            rank=0, error=error_of(own), exit_code=exit_code_of(own), at_s=own_end_s, stopped=run.stopped
+        )
+        if own_end.failure is not None and run.failed_s is None:
             run.failed_s = own_end_s
         self._wait_for_others(run)
-        position = take_position(request)
-        own_end = ProcessEnd(rank=0, error=error_of(own), at_s=own_end_s, stopped=own_stopped, **position._asdict())
+        own_end = replace(own_end, **take_position(request)._asdict())
         record = self._merged({0: own, **self._records(run)}, own_end, run)
         if isinstance(record, RangesRecord) and (counts := self._counts(run)):
             record = ranges_record(record.run, values_of_all(counts), policy=Policy.parse(record.policy))
@@ -148,7 +157,7 @@ class Leader:
         end = time.monotonic() + _STOPPING_S
         waited_for = [r for r in self._meeting.others if self._waits_for_late or self._meeting.has_joined(r)]
         while waited_for and time.monotonic() < end:
-            waited_for = [r for r in waited_for if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
+            waited_for = [r for r in waited_for if not self._meeting.has_left(r)]
             time.sleep(POLL_S)
 
     # --- while it runs -----------------------------------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class Leader:
             message = self._meeting.get(f"ended-{run.number}-{rank}")
             if message is not None:
                 run.ended[rank] = message, now
-                failed = message["error"] is not None
+                failed = message["error"] is not None or message["exit_code"] != 0
             else:
                 failed = is_gone
                 if failed:

@@ -15,17 +15,21 @@ import shlex
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import Launched
+from mezzo.measure.environment import package_version
 from mezzo.secrets import hidden
+from mezzo.temporary import began, namespace
 from mezzo.version import VERSION
 
 JOIN_S = 120.0
@@ -83,8 +87,7 @@ class Meeting:
     def open(self) -> None:
         """Create the job's folder, as rank 0, and begin to answer the others."""
         _create_own(self._place)
-        if self.launched.one_machine:  # on several, their clocks may differ
-            _remove_left(self._place)
+        _remove_left(self._place, one_machine=self.launched.one_machine)
         self._folder = self._place / f"job-{secrets.token_hex(8)}"
         self._folder.mkdir(mode=0o700)
         self._start(self._beat, self._answer)
@@ -98,23 +101,27 @@ class Meeting:
         rank, token = self.launched.rank, secrets.token_hex(8)
         question, answer = self._place / f"hello-{rank}-{token}", self._place / f"welcome-{rank}-{token}"
         end = time.monotonic() + self._join_s
-        while time.monotonic() < end:
-            check()
-            message = read_message(answer)
-            if message is not None:
-                answer.unlink(missing_ok=True)
-                if message["unequal"]:
-                    raise _unequal(message["unequal"])
-                self._folder = self._place / message["folder"]
-                self._start(self._beat)
-                return
-            if not question.exists():
-                with suppress(FileNotFoundError):  # the end of an earlier command has just removed the folder
-                    _create_own(self._place)
-                    own = {"rank": rank, "words": self._words, "digest": self._digest}
-                    write_message(question, {**own, **_own_process()})
-            time.sleep(_POLL_S)
-        question.unlink(missing_ok=True)
+        try:
+            while time.monotonic() < end:
+                check()
+                message = read_message(answer)
+                if message is not None:
+                    answer.unlink(missing_ok=True)
+                    if message["unequal"]:
+                        raise _unequal(message["unequal"])
+                    self._folder = self._place / message["folder"]
+                    self._start(self._beat)
+                    return
+                if not question.exists():
+                    with suppress(FileNotFoundError):  # the end of an earlier command has just removed the folder
+                        _create_own(self._place)
+                        own = {"rank": rank, "words": self._words, "versions": _versions(), "digest": self._digest}
+                        write_message(question, {**own, **_own_process()})
+                time.sleep(_POLL_S)
+        finally:
+            question.unlink(missing_ok=True)
+            with suppress(OSError):  # rank 0 is there
+                self._place.rmdir()
         raise ScriptError(
             f"rank {rank} of {self.launched.size} found no rank 0 in {self._place} within {self._join_s:g} s",
             hint=_START_ALIKE,
@@ -127,24 +134,28 @@ class Meeting:
             ScriptError: some did not, or were started with another command.
         """
         end = time.monotonic() + self._join_s
-        while missing := [rank for rank in self.others if not self.has_joined(rank)]:
-            check()
-            if self._unequal:
+        while missing := self.missing:
+            if self._unequal:  # first: when the other process has heard it and ended, torchrun stops this one
                 raise _unequal(min(self._unequal.items())[1])
+            check()
             if time.monotonic() > end:
-                names = ", ".join(map(str, missing))
-                raise ScriptError(
-                    f"rank{'s' * (len(missing) > 1)} {names} of {self.launched.size} did not join within {self._join_s:g} s",
-                    hint=_START_ALIKE,
-                )
+                raise ScriptError(f"{missing} did not join within {self._join_s:g} s", hint=_START_ALIKE)
             time.sleep(_POLL_S)
 
+    @property
+    def missing(self) -> str:
+        """The processes that have not joined; empty if all have."""
+        ranks = [str(rank) for rank in self.others if not self.has_joined(rank)]
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {self.launched.size}" if ranks else ""
+
     def leave(self) -> None:
-        """Stop counting; rank 0 deletes the folder."""
+        """Stop counting; rank 0 deletes the folder, and without rank 0 the last process that leaves."""
         self._left.set()
         for thread in self._threads:
             thread.join()
-        if self.launched.rank == 0:
+        with suppress(OSError):
+            self.put(f"bye-{self.launched.rank}", {})
+        if self.launched.rank == 0 or (self.gone(0) and all(map(self.has_left, self.others))):
             shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):  # another job may meet there, or a question may just have been asked
                 self._place.rmdir()
@@ -168,6 +179,10 @@ class Meeting:
     def has_joined(self, rank: int) -> bool:
         """Return whether a process takes part."""
         return self._path(f"alive-{rank}").exists()
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a process takes part no more, as it said or because it is gone."""
+        return self.get(f"bye-{rank}") is not None or self.gone(rank)
 
     def gone(self, rank: int) -> bool:
         """Return whether a process has ended, if it is one of this machine, or stopped counting."""
@@ -213,9 +228,9 @@ class Meeting:
                     answer = question.with_name(question.name.replace("hello", "welcome", 1))
                     is_left = "digest" not in asked or _has_ended(asked)  # by an earlier job
                     unequal = "" if is_left or asked["digest"] == self._digest else self._difference(asked)
-                    write_message(answer, {"folder": self._folder.name, "unequal": unequal})
                     if unequal:
                         self._unequal[int(asked.get("rank", -1))] = unequal
+                    write_message(answer, {"folder": self._folder.name, "unequal": unequal})
                     question.unlink(missing_ok=True)
             if all(map(self.has_joined, self.others)):
                 return
@@ -223,7 +238,13 @@ class Meeting:
     def _difference(self, asked: dict[str, Any]) -> str:
         """Return how the command of a process that asks differs from this one's."""
         theirs = [str(word) for word in asked.get("words", [])]
+        versions: dict[str, str] = asked.get("versions", {})
         parts = [
+            f"{name} {versions[name] or 'missing'}, where rank 0 has {own or 'none'}"
+            for name, own in _versions().items()
+            if versions.get(name, own) != own
+        ]
+        parts += [
             f"{shlex.quote(their)}, where rank 0 has {shlex.quote(own)}"
             for their, own in zip(theirs, self._words, strict=False)
             if their != own
@@ -236,23 +257,27 @@ class Meeting:
         return self._folder / name
 
 
-def _remove_left(place: Path) -> None:
-    """Delete the folders of this user's jobs beside ``place`` that were killed: nothing in them has changed while a process could wait."""
-    before_s = time.time() - JOIN_S - SILENT_S
-    for other in place.parent.glob(f"{place.name.rpartition('-')[0]}-*"):
+def _remove_left(place: Path, *, one_machine: bool) -> None:
+    """Delete what killed jobs of this user left, beside ``place`` and in it.
+
+    All their processes have ended, or nothing has changed while a process could wait; on several machines, whose clocks may differ,
+    only the former counts.
+    """
+    before_s = time.time() - JOIN_S - SILENT_S if one_machine else 0.0
+    for other in (*place.parent.glob(f"{place.name.rpartition('-')[0]}-*"), *place.glob("job-*")):
         with suppress(OSError):  # another process may just do the same
-            changed_s = [path.stat().st_mtime for path in (other, *other.rglob("*"))]
-            if other != place and max(changed_s) < before_s and other.stat().st_uid == place.stat().st_uid:
+            inside = [other, *other.rglob("*")]
+            processes = [read_message(path) for path in inside if path.name.startswith(("alive-", "hello-"))]
+            ended = processes and all(message is not None and _has_ended(message) for message in processes)
+            left = ended or max(path.stat().st_mtime for path in inside) < before_s
+            if left and other != place and other.stat().st_uid == place.stat().st_uid:
                 shutil.rmtree(other)
 
 
 def _own_process() -> dict[str, Any]:
     """Return what tells other processes of this machine that this one lives; a container has numbers of its own."""
-    try:
-        numbers = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
-        numbers = ""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "numbers": numbers}
+    pid = os.getpid()
+    return {"pid": pid, "began": began(pid), "host": socket.gethostname(), "numbers": namespace()}
 
 
 def _has_ended(message: dict[str, Any]) -> bool:
@@ -260,22 +285,25 @@ def _has_ended(message: dict[str, Any]) -> bool:
     own = _own_process()
     if not own["numbers"] or any(message.get(name) != own[name] for name in ("host", "numbers")):
         return False
-    try:
-        os.kill(int(message["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+    return message.get("began") != began(int(message["pid"]))
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions that are the same in all processes of a job."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {"mezzo": VERSION, "Python": python, "torch": (package_version("torch") or "").partition("+")[0]}
 
 
 def _digest_of(words: Sequence[str]) -> str:
-    """Return a digest of a command and of this Mezzo; of secrets, too, which are not in the words that are sent."""
-    return hashlib.sha256("\0".join([VERSION, *words]).encode(errors="surrogateescape")).hexdigest()
+    """Return a digest of a command and of the versions; of secrets, too, which are not in the words that are sent."""
+    return hashlib.sha256("\0".join([*_versions().values(), *words]).encode(errors="surrogateescape")).hexdigest()
 
 
 def _unequal(what: str) -> ScriptError:
-    return ScriptError(f"{what}; allowed: the same command, script and arguments in all processes", hint=_START_ALIKE)
+    return ScriptError(
+        f"{what}; allowed: the same command, script, arguments and versions in all processes", hint=_START_ALIKE
+    )
 
 
 def _create_own(place: Path) -> None:
@@ -295,10 +323,19 @@ def _create_own(place: Path) -> None:
 
 
 def write_message(path: Path, value: dict[str, Any]) -> None:
-    """Write a message atomically."""
+    """Write a message atomically.
+
+    Raises:
+        OSError: it names ``path``; the disk may be full.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:  # one of a full disk names no file
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_message(path: Path) -> dict[str, Any] | None:

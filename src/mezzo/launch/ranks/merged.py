@@ -47,7 +47,7 @@ def merged(
     )
     if blame is not None:
         rank, why = blame
-        code = next((r.exit_code for r in ranks if r.rank == rank and r.error == why), 0) or 1
+        code = next((end.exit_code for end in ends if end.rank == rank and end.failure == why), 0) or 1
         blamed = runs.get(rank)
         hint = blamed.hint if blamed is not None and blamed.error == why else ""
         oom = None if blamed is None else blamed.out_of_memory
@@ -72,6 +72,12 @@ def error_of(record: AnyRecord) -> str | None:
     """Return the error of the run in a record; None if it ended well, or the record is of several runs."""
     run = run_of(record)
     return None if run is None else run.error
+
+
+def exit_code_of(record: AnyRecord) -> int:
+    """Return the exit code of the run in a record; 0 if the record is of several runs."""
+    run = run_of(record)
+    return 0 if run is None else run.exit_code
 
 
 def findings_of_all(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:

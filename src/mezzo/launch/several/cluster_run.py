@@ -22,7 +22,7 @@ def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> st
         limit_s: seconds after which the script is stopped; None for no limit.
     """
     os.chdir(folder)
-    request = Request.model_validate_json(packed)
+    request = Request.of_json(packed)
     assert request.placement is not None
     threads = os.environ.get("OMP_NUM_THREADS", "")
     machine = {

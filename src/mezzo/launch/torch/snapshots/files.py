@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ SET_UP = 10**9
 class FileJournal:
     """The journals of a run, by the numbers of their snapshots."""
 
-    def __init__(self, folder: Path, *, without: Sequence[Path]) -> None:
+    def __init__(self, folder: Path, *, without: Sequence[Path], report: Callable[[str, str], None]) -> None:
         """Begin without a journal.
 
         Args:
             folder: where the journals are.
             without: folders whose files are not the script's.
+            report: reports what has failed and why, if a file cannot be kept.
         """
         self._folder, self._number = folder, 0
+        self._report, self._failed = report, False
         self._without = [str(path.resolve()) for path in without]
         temporary, here = Path(tempfile.gettempdir()).resolve(), Path.cwd().resolve()
         self._without += [] if temporary in [here, *here.parents] else [str(temporary)]
@@ -88,7 +91,8 @@ class FileJournal:
         self._opened = [row for row in self._opened if (file := row[0]()) is not None and not file.closed]
         for reference, path, times, mode, place in self._opened:
             file = reference()
-            file.flush()
+            with suppress(OSError):  # its own disk is full, as the script will hear
+                file.flush()
             found.append([path, times, file.tell(), place])
             self.note(path, only_grows="+" not in mode)
         return found
@@ -150,7 +154,15 @@ class FileJournal:
         if path in self._noted or key in self._noted or not self._is_own(path):
             return
         self._noted.add(key)
-        self._without_watching(lambda: self._keep(path, only_grows=only_grows))
+        try:
+            self._without_watching(lambda: self._keep(path, only_grows=only_grows))
+        except OSError as error:  # a full disk must not end the training
+            if not self._failed:
+                self._failed = True
+                why = f"could not keep {path!r} as it was at the last snapshot: {error.strerror}"
+                self._report(
+                    "files", f"{why}; a resumed run finds it, and what was written after it, as the stopped run left it"
+                )
 
     def _keep(self, path: str, *, only_grows: bool) -> None:
         journal = self._journal(self._number)

@@ -41,7 +41,7 @@ class Proof:
 
     def __init__(self, script: ScriptFile, folder: Path) -> None:
         """Begin before the script runs: a twin starts in the same surroundings."""
-        self._request, self._folder = Request.model_validate_json(script.request), folder
+        self._request, self._folder = Request.of_json(script.request), folder
         self._here, self._environment = os.getcwd(), dict(os.environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[IO[bytes], IO[bytes]] | None = None

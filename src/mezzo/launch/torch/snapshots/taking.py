@@ -80,7 +80,9 @@ class ScriptSnapshots:
         )
         runs = Path(request.folder).absolute().parent
         self._journal = FileJournal(
-            Path(request.folder).absolute(), without=[runs if request.ranks == 1 else runs.parent]
+            Path(request.folder).absolute(),
+            without=[runs if request.ranks == 1 else runs.parent],
+            report=self._report_problem,
         )
         self._copies, self._last_s = Copies(), float("-inf")
         self._saving: Saving | None = None
@@ -316,18 +318,21 @@ class ScriptSnapshots:
         try:
             path = saving.wait()
         except SnapshotError as error:
-            self._report_problem("save", error.message)
+            self._record_problem("save", "failed", error.message)  # it has been printed
         else:
             self.taken = self.taken.model_copy(update={"saved": self.taken.saved + 1, "last": path.name})
 
     def _report_problem(self, what: str, why: str) -> None:
-        if all(problem.reason != why for problem in self.taken.problems):
+        if self._record_problem(what, "failed", why):
             print(f"mezzo: {why}", file=sys.stderr)
-            self._record_problem(what, "failed", why)
 
-    def _record_problem(self, what: str, value: str, why: str) -> None:
+    def _record_problem(self, what: str, value: str, why: str) -> bool:
+        """Record a problem; return whether it is a new one."""
+        if any(problem.reason == why for problem in self.taken.problems):
+            return False
         problems = [*self.taken.problems, Reason(what=what, value=value, reason=why)]
         self.taken = self.taken.model_copy(update={"problems": problems})
+        return True
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 

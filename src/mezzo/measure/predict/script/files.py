@@ -6,7 +6,6 @@ import ast
 import builtins
 import io
 import os
-import tempfile
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mezzo.library_files import is_library_file
+from mezzo.temporary import temporary_folder
 
 _CONFIGURATION = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf")
 _MOST_BYTES = 1 << 20
@@ -87,7 +87,7 @@ class ScriptFiles:
         text = Path(self._file).read_text(encoding="utf-8")
         for start, end in sorted(self._numbers, reverse=True):
             text = text[:start] + str(self._value) + text[end:]
-        copy = Path(stack.enter_context(tempfile.TemporaryDirectory())) / Path(self._file).name
+        copy = stack.enter_context(temporary_folder()) / Path(self._file).name
         copy.write_text(text, encoding="utf-8")
         return str(copy)
 

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from mezzo.measure.predict.script.tape_server import ONLY_PROCESS, PROGRAM, curr
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
 from mezzo.records.run import BATCH, refuses_format
+from mezzo.temporary import temporary_folder
 
 _TAIL = 4
 _MOST_DOUBLE = 0.01
@@ -142,8 +142,8 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
 
 def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tuple[list[ScriptTape], str]:
     """Return what each request recorded, and what the process printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        requests_file = Path(folder) / "requests"
+    with temporary_folder() as folder:
+        requests_file = folder / "requests"
         requests_file.write_bytes(pickle.dumps(list(requests)))
         server = current_server()
         if server is None:
