@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
@@ -35,7 +36,6 @@ from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
 from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
-from mezzo.launch.torch.snapshots.samplers import capture_samplers
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
 from mezzo.launch.torch.snapshots.starting import choose_start
 from mezzo.launch.torch.snapshots.trained_objects import states_of
@@ -103,7 +103,7 @@ class ScriptSnapshots:
         finder = Finder(self._files)
         sys.meta_path.insert(0, finder)
         patches.on_undo(lambda: sys.meta_path.remove(finder))
-        install_passes(patches, lambda loader: capture_samplers(self._files, loader))
+        install_passes(patches, self._files)
         patches.on_undo(register_optimizer_step_post_hook(torch.compiler.disable(lambda *_: self._updated())).remove)
         patches.around(torch.Tensor, "backward", self._after_backward)
         self._defer_sigterm()
@@ -266,11 +266,11 @@ class ScriptSnapshots:
                 "schedules": _since_steps(run, objects),
                 "updates": updates,
                 "trained": trained,
-                "script": {key: value for key, value in tree.items() if key != "rows"},
+                "random": random_states(),
                 "tensors": dict(tensors),
             }
             written, found = take_apart(contents)
-            written["script"]["rows"] = tree["rows"]  # JSON already
+            written["script"] = tree  # JSON already
             copies = self._copies.of(found)
             self._saving = Saving(path, written, copies, lambda: self._written(path))
         except SnapshotError as error:
@@ -335,6 +335,7 @@ class ScriptSnapshots:
         """Go on as the run that was stopped."""
         assert self._resumed is not None
         contents, run = self._resumed.contents, self._run
+        set_random_states(contents["random"])
         self._journal.end_set_up(contents["number"], contents["files"])
         run.close_update()
         run.losses.forget()

@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
 
+TRAINED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+
 
 def kind_of(value: Any) -> str:
     """Return the kind of an object that training changes; empty for any other value."""
