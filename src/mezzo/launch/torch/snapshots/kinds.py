@@ -231,11 +231,12 @@ def _fill_weak_dict(value: Any, state: State) -> None:
 
 # --- files and progress bars -----------------------------------------------------------------------------------------------
 
+_MEMORY_FILES: tuple[Any, ...] = (io.StringIO, io.BytesIO)
+
 
 def _file(walk: Walk, value: Any) -> Described:
-    if isinstance(value, (io.StringIO, io.BytesIO)):
-        text = None if value.closed else value.getvalue()
-        return "memory file", {"class": type(value), "text": text, "at": 0 if text is None else value.tell()}
+    if isinstance(value, _MEMORY_FILES):
+        return "memory file", {"class": type(value), "state": None if value.closed else value.__getstate__()}
     if value.closed or walk.is_old:
         return "file", {"closed": value.closed}
     name = getattr(value, "name", None)
@@ -266,14 +267,10 @@ def _fill_file(value: Any, state: State) -> None:
 
 
 def _fill_memory_file(value: Any, state: State) -> None:
-    text = state["text"]
-    if text is None:
+    if state["state"] is None:
         value.close()
-        return
-    value.seek(0)
-    value.truncate()
-    value.write(text)
-    value.seek(state["at"])
+    else:
+        value.__setstate__(state["state"])
 
 
 _BAR = ("iterable", "total", "desc", "leave", "disable", "unit")
@@ -370,7 +367,7 @@ _TABLE: dict[str, Kind] = {
         lambda state: state.type(weakref.WeakKeyDictionary, weakref.WeakValueDictionary)(), _fill_weak_dict, Turn.LATE
     ),
     "weak set": Kind(lambda state: state.type(weakref.WeakSet)(), _fill_weak_set, Turn.LATE),
-    "memory file": Kind(lambda state: state.type(io.StringIO, io.BytesIO)(), _fill_memory_file),
+    "memory file": Kind(lambda state: state.type(*_MEMORY_FILES)(), _fill_memory_file),
     "file": Kind(_new_file, _fill_file),
     "bar": Kind(_new_bar, _fill_bar, Turn.AFTER),
     "opaque": Kind(),

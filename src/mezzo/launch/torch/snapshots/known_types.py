@@ -59,16 +59,8 @@ class Kind(NamedTuple):
 
 
 NOT_SAVED = {
-    "__builtins__",
-    "__spec__",
-    "__loader__",
-    "__cached__",
-    "__file__",
-    "__package__",
-    "__name__",
-    "__doc__",
-    "__annotations__",
-    "__warningregistry__",
+    *("__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__package__", "__name__", "__doc__"),
+    *("__annotations__", "__warningregistry__"),
 }
 """Names of a module that Python itself gives it."""
 OPAQUE = (

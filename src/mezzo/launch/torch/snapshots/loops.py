@@ -381,12 +381,5 @@ def generator_frame(place: FunctionPlace) -> str:
 def way_from_json(row: list[Any]) -> Way:
     """Return a way from its JSON."""
     file, place, frame, to, base, (count, names), calls = row
-    return Way(
-        file,
-        FunctionPlace(*place),
-        frame,
-        TextSpan(*to),
-        None if base is None else TextSpan(*base),
-        (count, tuple(names)),
-        calls,
-    )
+    ends_at = None if base is None else TextSpan(*base)
+    return Way(file, FunctionPlace(*place), frame, TextSpan(*to), ends_at, (count, tuple(names)), calls)

@@ -21,7 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
+from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several, save_is_due
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
@@ -132,10 +132,6 @@ class ScriptSnapshots:
             proof = self._proof.end()
             if self.taken.saved:
                 self._note_proof(proof)
-        elif self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None and self.taken.saved:
-            self._note_proof(
-                SnapshotProof(verdict="unproven", reason="several processes are not resumed beside themselves")
-            )
         return self.taken
 
     @property
@@ -198,21 +194,19 @@ class ScriptSnapshots:
 
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
-        every_s = self._request.every_s
+        every_s, updates = self._request.every_s, self._run.num_updates
+        if self._agreement is not None and updates >= self._agreement.next and not are_several():
+            self._report_problem(
+                "save", "no snapshot: the script's processes form no group, so they cannot save together"
+            )
+            return False
         due = time.monotonic() - self._last_s >= every_s and not self._is_disproven
         is_writing = every_s > 0 and self._saving is not None and self._saving.is_running
-        if self._agreement is not None:
-            updates = self._run.num_updates
-            if updates < self._agreement.next:
-                return False
-            if not are_several():
-                self._report_problem(
-                    "save", "no snapshot: the script's processes form no group, so they cannot save together"
-                )
-                return False
-            requests = [due, is_writing, self._sigterm_received]
-            due, is_writing, self._sigterm_received = map(bool, self._agreement.exchange(updates, requests))
-        return self._sigterm_received or (due and not is_writing)
+        asked = self._sigterm_received
+        saves, self._sigterm_received = save_is_due(
+            self._agreement, updates, due=due, is_writing=is_writing, asked=asked
+        )
+        return saves
 
     @property
     def _is_disproven(self) -> bool:
@@ -276,14 +270,24 @@ class ScriptSnapshots:
         except SnapshotError as error:
             self._report_problem("save", error.message)
         if not self.taken.loop:
-            if self._request.proves and self._request.rank == 0:
-                print(f"mezzo: snapshots are taken at {where}: a resumed run enters this loop again", file=sys.stderr)
+            self._say_where(where)
             if self._proof is not None:
                 self._until_comparison = UPDATES
         self.taken = self.taken.model_copy(update={"loop": where, "found": sorted(objects)})
         if self._sigterm_received:
             self._finish_saving()
             self._end(signal.SIGTERM, None)
+
+    def _say_where(self, where: str) -> None:
+        """Say which loop will be entered again, and that nothing proves it if the run has several processes."""
+        speaks = self._request.proves and self._request.rank == 0
+        if speaks:
+            print(f"mezzo: snapshots are taken at {where}: a resumed run enters this loop again", file=sys.stderr)
+        if self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None:
+            why = "several processes are not resumed beside themselves"
+            self._note_proof(SnapshotProof(verdict="unproven", reason=why))
+            if speaks:
+                print(f"mezzo: the snapshots are not proven: {why}", file=sys.stderr)
 
     def _written(self, path: Path) -> None:
         """Delete what the new snapshot replaces, or let it be proven if it is the first."""

@@ -10,22 +10,13 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from mezzo.errors import NotSavable
-from mezzo.launch.torch.snapshots.rewriting import Way
+from mezzo.launch.torch.snapshots.rewriting import Way, not_entered
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of, up_to_loop
 
 _CONTEXTS = (
-    "no_grad",
-    "enable_grad",
-    "set_grad_enabled",
-    "inference_mode",
-    "autocast",
-    "nullcontext",
-    "catch_warnings",
-    "sdpa_kernel",
-    "device",
-    "open",
-    "tqdm",
+    *("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "sdpa_kernel", "device"),
+    *("nullcontext", "catch_warnings", "open", "tqdm"),
 )
 """Context managers that may be entered once more."""
 
@@ -157,10 +148,7 @@ def _refuse_blocks(statements: list[ast.stmt], base: TextSpan | None) -> None:
             continue
         if isinstance(outer, ast.With) and all(_name_of(item.context_expr) in _CONTEXTS for item in outer.items):
             continue
-        raise NotSavable(
-            f"line {outer.lineno}: the loop is inside {type(outer).__name__.lower()}, which cannot be entered in the middle",
-            hint="move the loop out of it, or save with mezzo.Session",
-        )
+        raise not_entered(outer, NotSavable)
 
 
 def _name_of(expression: ast.expr) -> str:
