@@ -74,7 +74,8 @@ class Snapshots:
         due = time.monotonic() - self.last_s >= every_s
         is_writing = every_s > 0 and self.saving is not None and self.saving.is_running
         asked = self.notice.received
-        saves, self.notice.received = save_is_due(agreement, self._calls, due=due, is_writing=is_writing, asked=asked)
+        saves, ends = save_is_due(agreement, self._calls, due=due, is_writing=is_writing, asked=asked)
+        self.notice.received |= ends  # it may have come in between
         return saves
 
     def begin(self, path: Path) -> Folder:

@@ -203,9 +203,8 @@ class ScriptSnapshots:
         due = time.monotonic() - self._last_s >= every_s and not self._is_disproven
         is_writing = every_s > 0 and self._saving is not None and self._saving.is_running
         asked = self._sigterm_received
-        saves, self._sigterm_received = save_is_due(
-            self._agreement, updates, due=due, is_writing=is_writing, asked=asked
-        )
+        saves, ends = save_is_due(self._agreement, updates, due=due, is_writing=is_writing, asked=asked)
+        self._sigterm_received |= ends  # it may have come in between
         return saves
 
     @property
