@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.functions import CALLED, call, called
 from mezzo.launch.torch.snapshots.known_types import Described, Kind, Parts, Turn
-from mezzo.launch.torch.snapshots.script_files import OwnFiles
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.restore import State
@@ -94,13 +92,18 @@ POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
 """Iterators that are made anew at a position."""
 
 
-def install_passes(patches: Patches, files: OwnFiles) -> None:
-    """Keep, for each pass over a loader, what its order follows from, until ``patches`` are undone."""
+def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
+    """Keep, for each pass over a loader, what its order follows from, until ``patches`` are undone.
+
+    Args:
+        patches: what is changed in torch and tqdm.
+        capture: returns the state of a loader's samplers, as JSON and tensors.
+    """
 
     def deliver(original: Any, iterator: Any) -> Any:
         if iterator._mezzo_first is None:  # samplers begin at the first request
             iterator._mezzo_first = _states(iterator._mezzo_loader)
-            iterator._mezzo_samplers = _sampler_states(files, iterator._mezzo_loader)
+            iterator._mezzo_samplers = capture(iterator._mezzo_loader)
         return original(iterator)
 
     patches.around(_BaseDataLoaderIter, "__init__", _begin)
@@ -144,13 +147,13 @@ def loader_pass(walk: Walk, value: Any) -> Described:
 def _reopen(shell: Any, state: State) -> None:
     """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
     loader: DataLoader[Any] = state["loader"]
-    files, delivered, samplers, first = state.restoration.files, state["delivered"], state["samplers"], state["first"]
-    _set_samplers(files, loader, samplers)
+    delivered, samplers, first = state["delivered"], state["samplers"], state["first"]
+    state.restoration.set_samplers(loader, samplers)
     _set(state["began"], loader)
     type(shell).__init__(shell, loader)
     if first is not None:
         if not hasattr(shell, "_workers"):
-            _set_samplers(files, loader, samplers)
+            state.restoration.set_samplers(loader, samplers)
             _set(first, loader)
         if "stream" in state:
             shell._dataset_fetcher.dataset_iter, shell._dataset_fetcher.ended = state["stream"], state["ended"]
@@ -163,45 +166,12 @@ def _reopen(shell: Any, state: State) -> None:
         shell._mezzo_first, shell._mezzo_samplers = first, samplers
 
 
-# --- a script's own samplers: their state when a pass begins, which its order follows from ---------------------------------
-
-
-def _samplers_of(loader: Any) -> dict[str, Any]:
+def samplers_of(loader: Any) -> dict[str, Any]:
     """Return a loader's samplers that are not torch's own, by names."""
     batches = getattr(loader, "batch_sampler", None)
     found = dict.fromkeys([getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)])
     own = [one for one in found if one is not None and not type(one).__module__.startswith("torch.utils.data")]
     return {f"sampler {number}": one for number, one in enumerate(own)}
-
-
-def _walked(files: OwnFiles, loader: Any, base: Walk | None = None) -> Walk:
-    from mezzo.launch.torch.snapshots.walk import Walk  # it saves passes, too
-
-    walk = Walk(files, base, limit=0 if base is None else len(base.objects))
-    walk.opaque = {id(getattr(loader, "dataset", None))}
-    walk.variables(_samplers_of(loader), "")
-    return walk
-
-
-def _sampler_states(files: OwnFiles, loader: Any) -> dict[str, Any] | None:
-    """Return the state of a loader's samplers, as JSON and tensors; None if all are torch's own."""
-    if not _samplers_of(loader):
-        return None
-    base = _walked(files, loader)
-    now = _walked(files, loader, base)
-    tree = json.dumps({"rows": now.rows, "places": base.places()})
-    return {"tree": tree, "tensors": {name: one.detach().clone() for name, one in now.tensors.items()}}
-
-
-def _set_samplers(files: OwnFiles, loader: Any, saved: dict[str, Any] | None) -> None:
-    """Give a loader's samplers the state that a pass began with."""
-    from mezzo.launch.torch.snapshots.restore import Restoration  # it restores passes, too
-
-    if saved is None:
-        return
-    tree, here = json.loads(saved["tree"]), _walked(files, loader)
-    restoration = Restoration(files, tree["rows"], saved["tensors"], places=tree["places"], here=here)
-    restoration.fill(0, len(tree["rows"]))
 
 
 KINDS: dict[str, Kind] = {

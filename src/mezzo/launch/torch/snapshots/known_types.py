@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from mezzo.launch.torch.snapshots.trained_objects import TRAINED
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.restore import State
@@ -71,6 +71,7 @@ OPAQUE = (
     "_abc", "dataclasses", "inspect", "ast", "weakref",
 )  # fmt: skip
 """Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
+_TRAINED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _VALUES_OF = "wandb.sdk.data_types"
 """Modules of these libraries whose objects are values, such as histograms."""
 _SMALL_BYTES = 4096
@@ -154,7 +155,7 @@ def is_plain(kind: type) -> bool:
 def is_opaque(kind: type) -> bool:
     """Return whether objects of a class belong to a library whose objects stay as set-up makes them, and training changes none."""
     module = str(kind.__module__)
-    return not (issubclass(kind, TRAINED) or module.startswith(_VALUES_OF)) and any(
+    return not (issubclass(kind, _TRAINED) or module.startswith(_VALUES_OF)) and any(
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
     )
 

@@ -6,6 +6,7 @@ after what their keys consist of, and iterators and passes over loaders last, be
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mezzo.errors import SnapshotError
+from mezzo.launch.torch.snapshots.iterators import samplers_of
 from mezzo.launch.torch.snapshots.kinds import KINDS
 from mezzo.launch.torch.snapshots.known_types import ABSENT, Turn
 from mezzo.launch.torch.snapshots.leaves import read_leaf
@@ -114,6 +116,14 @@ class Restoration:
             self._objects[number] = self._present[base] if base >= 0 else make(State(self, name, parts))
         return self._objects[number]
 
+    def set_samplers(self, loader: Any, saved: dict[str, Any] | None) -> None:
+        """Give a loader's samplers the state of ``sampler_states`` that a pass began with."""
+        if saved is None:
+            return
+        tree, here = json.loads(saved["tree"]), _walked_samplers(self.files, loader)
+        own = Restoration(self.files, tree["rows"], saved["tensors"], places=tree["places"], here=here)
+        own.fill(0, len(tree["rows"]))
+
     def _lost(self, base: int) -> SnapshotError:
         return SnapshotError(
             f"set-up did not make {path_to(self._places['links'], base)!r} again, a {self._places['types'][base]}",
@@ -146,3 +156,20 @@ class State:
                 f"a class of the snapshot is no {parents[0].__name__}", hint="resume from a file that Mezzo wrote"
             )
         return cls
+
+
+def sampler_states(files: OwnFiles, loader: Any) -> dict[str, Any] | None:
+    """Return the state of a loader's own samplers, which its order follows from, as JSON and tensors; None if all are torch's."""
+    if not samplers_of(loader):
+        return None
+    base = _walked_samplers(files, loader)
+    now = _walked_samplers(files, loader, base)
+    tree = json.dumps({"rows": now.rows, "places": base.places()})
+    return {"tree": tree, "tensors": {name: one.detach().clone() for name, one in now.tensors.items()}}
+
+
+def _walked_samplers(files: OwnFiles, loader: Any, base: Walk | None = None) -> Walk:
+    walk = Walk(files, base, limit=0 if base is None else len(base.objects))
+    walk.opaque = {id(getattr(loader, "dataset", None))}
+    walk.variables(samplers_of(loader), "")
+    return walk

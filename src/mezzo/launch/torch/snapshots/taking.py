@@ -34,11 +34,11 @@ from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
-from mezzo.launch.torch.snapshots.returning import return_to_good
+from mezzo.launch.torch.snapshots.restore import sampler_states
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
 from mezzo.launch.torch.snapshots.starting import choose_start
-from mezzo.launch.torch.snapshots.trained_objects import states_of
+from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
 from mezzo.launch.torch.state import Run
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
@@ -103,7 +103,7 @@ class ScriptSnapshots:
         finder = Finder(self._files)
         sys.meta_path.insert(0, finder)
         patches.on_undo(lambda: sys.meta_path.remove(finder))
-        install_passes(patches, self._files)
+        install_passes(patches, lambda loader: sampler_states(self._files, loader))
         patches.on_undo(register_optimizer_step_post_hook(torch.compiler.disable(lambda *_: self._updated())).remove)
         patches.around(torch.Tensor, "backward", self._after_backward)
         self._defer_sigterm()
