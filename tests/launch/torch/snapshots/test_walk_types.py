@@ -213,6 +213,21 @@ def test_objects_that_only_a_set_leads_to_have_no_place(tmp_path: Path) -> None:
     assert Life(both, tmp_path).resumed(both, both)[1] is layers
 
 
+class Pair(tuple[int, ...]):
+    """A tuple with attributes."""
+
+    seen: list[int]
+
+
+def test_a_tuple_of_an_own_class_keeps_its_attributes(tmp_path: Path) -> None:
+    value = Pair((1, 2))
+    value.seen = [3]
+
+    now = Life(None, tmp_path).resumed(value, None)
+
+    assert (type(now), tuple(now), now.seen) == (Pair, (1, 2), [3])
+
+
 def test_a_histogram_for_a_tracker_is_a_value(tmp_path: Path) -> None:
     histogram = pytest.importorskip("wandb").Histogram([1.0, 2.0, 2.5], num_bins=2)
 
