@@ -116,6 +116,10 @@ class ScriptSnapshots:
             self._journal.roll_back(contents["number"])
             self._journal.begin_set_up()
             self._loops.resume(contents["script"], contents["tensors"])
+        elif (
+            self._request.resume
+        ):  # starting over: a run that was killed before its first snapshot may have written files
+            self._journal.roll_back(0)
         self._journal.install(patches)
 
     def run_file(self, script: ScriptFile) -> dict[str, Any]:
@@ -128,6 +132,8 @@ class ScriptSnapshots:
             self._journal.roll_back(SET_UP)
         self._patches.undo()
         self._finish_saving()
+        if self._resumed is None and self.taken.resumed_from is None and not self.taken.saved:
+            self._journal.drop_before(SET_UP)  # only a run that was killed is undone
         if self._proof is not None:
             proof = self._proof.end()
             if self.taken.saved:
