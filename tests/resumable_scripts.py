@@ -64,7 +64,7 @@ SCRIPTS: dict[str, str] = {
     ),
     "best deepcopy": _best("kept = copy.deepcopy(model.state_dict())"),
     "best safetensors": _best(
-        'from safetensors.torch import save_file; save_file(model.state_dict(), "out/best.safetensors")'
+        'from safetensors.torch import save_file; save_file(tensors=model.state_dict(), filename="out/best.safetensors")'
     ),
     "best write text": _best(
         'Path("out/best.txt").write_text(str(v)); Path("out/w.bin").write_bytes(model[0].weight.detach().numpy().tobytes())'

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "deep json": ((200000).to_bytes(8, "little") + b"[" * 200000, "its header is not JSON"),
     "a list": ((2).to_bytes(8, "little") + b"[]", "its header does not name it as one"),
     "of safetensors": (safetensors.torch.save({"a": torch.ones(2)}), "its header does not name it as one"),
-    "newer": (sealed({"__metadata__": {"version": "3"}}), "has version 3; this Mezzo reads up to 2"),
+    "newer": (sealed({"__metadata__": {"version": "4"}}), "has version 4; this Mezzo reads up to 3"),
     "no version": (sealed({"__metadata__": {"version": "one"}}), "its version is 'one'"),
     "no checksum": (sealed({"__metadata__": {"crc32": "x"}}), "it has no checksum"),
     "unknown format": (sealed({"a": row("F99")}, bytes(8)), "tensor 'a' has no valid format"),

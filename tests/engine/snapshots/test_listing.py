@@ -36,7 +36,7 @@ def test_a_folder_of_snapshots_is_listed(tmp_path: Path, capsys: pytest.CaptureF
         f"2 snapshots in {tmp_path}",
         f"  {newest.name}   {newest.stat().st_size:,} bytes   after 3 updates, 1 micro-batches of the next",
         f"  {older.name}   {older.stat().st_size:,} bytes   after 2 updates",
-        f"in {newest.name}: 2 finished passes over the data and 5 batches; file version 2, "
+        f"in {newest.name}: 2 finished passes over the data and 5 batches; file version 3, "
         f"mezzo {mezzo.__version__}, torch {torch.__version__}",
         "  w          float32   2x3   24 bytes",
         "  a\\x1b[2J   int64   one number   8 bytes",

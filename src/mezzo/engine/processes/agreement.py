@@ -127,3 +127,22 @@ def _timeout() -> timedelta | None:
 def are_several() -> bool:
     """Return whether this process belongs to a group of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def save_is_due(
+    agreement: Agreement | None, updates: int, *, due: bool, is_writing: bool, asked: bool
+) -> tuple[bool, bool]:
+    """Return whether to save now, and whether a process was asked to end; several processes agree on both.
+
+    Args:
+        agreement: the exchanges with the other processes; None if there are none.
+        updates: the number of updates so far, the same in all processes.
+        due: whether enough time has passed.
+        is_writing: whether the last save is still being written.
+        asked: whether this process was asked to end.
+    """
+    if agreement is not None:
+        if updates < agreement.next:
+            return False, asked
+        due, is_writing, asked = map(bool, agreement.exchange(updates, [due, is_writing, asked]))
+    return asked or (due and not is_writing), asked

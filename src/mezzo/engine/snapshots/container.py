@@ -30,7 +30,7 @@ from torch import Tensor
 from mezzo.errors import HOW_TO_UPDATE, SnapshotError
 from mezzo.version import VERSION as MEZZO_VERSION
 
-VERSION = 2
+VERSION = 3
 KIND = "mezzo snapshot"
 MAX_HEADER_BYTES = 100 * 2**20
 _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

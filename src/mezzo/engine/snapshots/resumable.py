@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mezzo.engine.processes.agreement import Agreement
+from mezzo.engine.processes.agreement import Agreement, save_is_due
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
 from mezzo.engine.snapshots.contents import contents_of, load_or_refuse, set_contents
@@ -73,12 +73,10 @@ class Snapshots:
         self.notice.listen()
         due = time.monotonic() - self.last_s >= every_s
         is_writing = every_s > 0 and self.saving is not None and self.saving.is_running
-        if agreement is not None:
-            if self._calls < agreement.next:
-                return False
-            requests = [due, is_writing, self.notice.received]
-            due, is_writing, self.notice.received = map(bool, agreement.exchange(self._calls, requests))
-        return self.notice.received or (due and not is_writing)
+        asked = self.notice.received
+        saves, ends = save_is_due(agreement, self._calls, due=due, is_writing=is_writing, asked=asked)
+        self.notice.received |= ends  # it may have come in between
+        return saves
 
     def begin(self, path: Path) -> Folder:
         """Wait for the save in progress, and return the locked folder.

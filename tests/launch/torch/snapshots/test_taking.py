@@ -311,6 +311,30 @@ def test_another_run_is_refused(written: Any, tmp_path: Path) -> None:
     assert "it is of a run with script 'train.py', and this one has 'other.py'" in text
 
 
+def test_a_run_killed_before_its_first_snapshot_starts_over_with_its_files_as_they_were(
+    written: Any, tmp_path: Path
+) -> None:
+    script = written(
+        'for a, b in loader:\n    with open("log.txt", "a") as f: f.write("line\\n")\n    step(a, b)\nresult()\n'
+    )
+    folder, work = tmp_path / "run", tmp_path / "work"
+    request = SnapshotRequest(
+        folder=str(folder / "snapshots"),
+        every_s=0.0,
+        resume=True,
+        may_be_first=True,
+        identity={"script": script.name},
+    )
+    code, text = lives(script, folder, die_at=1, at=work, snapshots=request)
+    assert code == -signal.SIGKILL, text
+    assert (work / "log.txt").read_text() == "line\n"
+
+    code, text = lives(script, folder, at=work, snapshots=request)
+
+    assert code == 0, text
+    assert (work / "log.txt").read_text() == "line\n" * 10
+
+
 def test_a_run_that_had_ended_resumes_and_ends_well(written: Any, tmp_path: Path) -> None:
     """A scheduler that starts the same command again must see it succeed."""
     script = written(CASES[QUICK])

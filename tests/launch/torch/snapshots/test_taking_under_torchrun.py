@@ -98,6 +98,8 @@ def test_a_job_that_is_told_to_end_saves_the_same_step_in_all_processes(
     assert len(saved[0]) == 2, printed  # after the first update, and when it was told to end
     assert job.returncode != 0
     assert "stopped by SIGTERM" in printed
+    said = "mezzo: the snapshots are not proven: several processes are not resumed beside themselves"
+    assert printed.count(said) == 1, printed
 
     words = ["run", "--policy", "fp16", "--snapshot", "5m", "--resume", "out", "--out", "out", *script("told", kind)]
     ranks = in_forks(words, folder=tmp_path)

@@ -19,11 +19,10 @@ import torch
 
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import put_together, take_apart
-from mezzo.errors import NotSavable, SnapshotError
-from mezzo.launch.torch.snapshots.loops import _matched, type_name
+from mezzo.errors import NotSavable
 from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
+from mezzo.launch.torch.snapshots.walk import Walk
 from snapshot_types import PLACES, REFUSED, SAVED, Colour, Settings, described
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,7 +38,7 @@ NOT_SAVED = {
 """What is refused by name if the loop makes it."""
 
 
-def walked(value: Any, files: OwnFiles, base: Base | None = None) -> tuple[Walk, dict[str, Any]]:
+def walked(value: Any, files: OwnFiles, base: Walk | None = None) -> tuple[Walk, dict[str, Any]]:
     walk = Walk(files, base, limit=0 if base is None else len(base.objects))
     return walk, walk.variables({"value": value}, "train")
 
@@ -49,7 +48,7 @@ class Life:
 
     def __init__(self, at_set_up: Any, folder: Path) -> None:
         self.files, self.folder, self.value = OwnFiles(str(folder), []), folder, at_set_up
-        self.base = base_of(walked(at_set_up, self.files)[0], [])
+        self.base = walked(at_set_up, self.files)[0]
 
     def resumed(self, value: Any, again: Any) -> Any:
         """Return ``value`` after a resume, in which set-up makes ``again``."""
@@ -60,16 +59,10 @@ class Life:
         rows, variables = tree.pop("rows"), tree.pop("variables")
         contents = put_together(tree, tensors)
         here = walked(again, self.files)[0]
-        base = {"links": self.base.links, "types": [type_name(one) for one in self.base.objects]}
-        restoration = Restoration(self.files, rows, contents["tensors"], _matched(here, base), lost)
-        restoration.checksums, restoration.secrets = here.checksums, here.secrets
+        restoration = Restoration(self.files, rows, contents["tensors"], places=self.base.places(), here=here)
         restoration.fill(0, len(rows))
         restoration.fill(0, len(rows), again=True)
         return restoration.value(variables["value"])
-
-
-def lost(number: int) -> SnapshotError:
-    return SnapshotError(f"object {number} is gone", hint="")
 
 
 def seen(value: Any) -> Any:
@@ -218,6 +211,21 @@ def test_objects_that_only_a_set_leads_to_have_no_place(tmp_path: Path) -> None:
 
     both = [[*layers], layers]
     assert Life(both, tmp_path).resumed(both, both)[1] is layers
+
+
+class Pair(tuple[int, ...]):
+    """A tuple with attributes."""
+
+    seen: list[int]
+
+
+def test_a_tuple_of_an_own_class_keeps_its_attributes(tmp_path: Path) -> None:
+    value = Pair((1, 2))
+    value.seen = [3]
+
+    now = Life(None, tmp_path).resumed(value, None)
+
+    assert (type(now), tuple(now), now.seen) == (Pair, (1, 2), [3])
 
 
 def test_a_histogram_for_a_tracker_is_a_value(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""NumPy's arrays and generators in snapshots: written by their bytes, views as views, and filled in place where set-up made them."""
+"""Tensors, NumPy's arrays and random generators in snapshots: views as views, and filled in place where set-up made them."""
 
 from __future__ import annotations
 
@@ -9,50 +9,158 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engine.snapshots.memory import dtype_text, numpy_dtype
-from mezzo.launch.torch.snapshots.known_types import bytes_of
+from mezzo.engine.processes.shards import is_shared
+from mezzo.engine.snapshots.memory import can_be_written, dtype_text, numpy_dtype
+from mezzo.errors import SnapshotError
+from mezzo.launch.torch.snapshots.known_types import Described, Kind, Parts, Turn, bytes_of, elements_of
 
 if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.restore import Restoration
+    from mezzo.launch.torch.snapshots.restore import State
     from mezzo.launch.torch.snapshots.walk import Walk
 
 
-def written_array(walk: Walk, value: Any) -> tuple[str, Any]:
-    """Return the kind and the state of an array."""
+# --- tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def tensor(walk: Walk, value: Tensor) -> Described:
+    """Describe a tensor."""
+    if is_shared(value):
+        return _shared(walk, value)
+    foreign = type(value).__module__.startswith(("torchao", "torch.masked", "torch.nested")) or value.is_quantized
+    if foreign or not can_be_written(value.dtype):
+        return walk.unknown(value)
+    if value.is_meta or value.is_conj() or value.is_neg() or value.is_nested or value.layout is not torch.strided:
+        return walk.unknown(value)
+    grad = value.grad if value.is_leaf else None
+    parts: Parts = {"grad": grad, "trains": value.requires_grad, "leaf": value.is_leaf}
+    if type(value) is not Tensor:
+        parts["class"] = type(value)
+    if value.__dict__:
+        parts["attributes"] = walk.named(value.__dict__)
+    place = (str(value.device), value.untyped_storage().data_ptr())
+    if walk.is_base:
+        walk.storages.setdefault(place, walk.now)
+    if walk.is_old:
+        return "tensor", parts | walk.elements(value, lambda: elements_of(value), trains=value.requires_grad)
+    return "tensor", parts | _memory(walk, value, place)
+
+
+def _memory(walk: Walk, value: Tensor, place: tuple[str, int]) -> Parts:
+    """Return the memory of a younger tensor, which others may share, and its place in it."""
+    assert walk.base is not None
+    parts: Parts = {"format": value.dtype, "offset": value.storage_offset()}
+    parts |= {"shape": value.shape, "strides": torch.Size(value.stride())}
+    old = walk.base.storages.get(place)
+    if old is not None and old < walk.limit and value.numel():
+        return parts | {"base": walk.base.objects[old]}
+    name = f"storage {place[0]} {place[1]}" if value.numel() else f"empty {walk.now}"
+    if name not in walk.tensors:
+        whole = torch.empty(0, dtype=torch.uint8, device=value.device)
+        walk.tensors[name] = whole.set_(value.untyped_storage())
+    return parts | {"storage": name, "device": value.device}
+
+
+class _Lost(torch.autograd.Function):
+    """The graph of a result that was computed before the snapshot: it is gone, and its backward pass says so."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise SnapshotError(
+            "the script runs backward through a result that was computed before the snapshot, whose graph is not saved",
+            hint="detach what is carried from one step to the next, or save with mezzo.Session",
+        )
+
+
+def _new_tensor(state: State) -> Any:
+    storages = state.restoration.storages
+    if "base" in state:
+        storage = state["base"].untyped_storage()
+    else:
+        name = state["storage"]
+        if name not in storages:
+            storages[name] = state.restoration.tensors[name].to(state["device"]).clone().untyped_storage()
+        storage = storages[name]
+    new = torch.empty(0, dtype=state["format"], device=storage.device)
+    new.set_(storage, state["offset"], state["shape"], state["strides"])
+    cls, trains = state.get("class", Tensor), state["trains"]
+    if not state["leaf"] and trains:
+        return _Lost.apply(new.requires_grad_())
+    if issubclass(cls, torch.nn.Parameter):
+        made = torch.nn.Parameter(new, trains)
+        return made if cls is torch.nn.Parameter else made.as_subclass(cls)
+    return (new if cls is Tensor else new.as_subclass(cls)).requires_grad_(trains)
+
+
+@torch.no_grad()
+def _fill_tensor(value: Any, state: State) -> None:
+    if "data" in state:
+        saved, own = state["data"], elements_of(value)
+        if saved.shape == own.shape and saved.dtype is value.dtype:
+            own.copy_(saved)
+        else:
+            value.data = saved.to(value.device)
+    if state["leaf"] and value.is_leaf:
+        if value.requires_grad != state["trains"]:
+            value.requires_grad_(state["trains"])
+        value.grad = state["grad"]
+    value.__dict__.update(state.get("attributes", {}))
+
+
+def _shared(walk: Walk, value: Any) -> Described:
+    """A tensor that is spread over processes: the part of this one; a younger one is spread like one of set-up."""
+    grad = value.grad if value.is_leaf else None
+    parts = {"part": value._local_tensor, "trains": value.requires_grad, "grad": grad}
+    if walk.base is None or walk.is_old:
+        return "shared tensor", parts
+    old = (one for one in walk.base.objects[: walk.limit] if isinstance(one, Tensor) and is_shared(one))
+    like = next((one for one in old if one._spec == value._spec), None)  # type: ignore[attr-defined]
+    if like is None:
+        raise walk.refusal(value, "no tensor of set-up is spread over the processes like it")
+    return "shared tensor", parts | {"like": like}
+
+
+def _new_shared(state: State) -> Any:
+    like = state["like"]
+    return type(like)(state["part"], like._spec, requires_grad=state["trains"])
+
+
+def _fill_shared(value: Any, state: State) -> None:
+    value.grad = state["grad"]
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------------
+
+
+def array(walk: Walk, value: Any) -> Described:
+    """Describe an array of NumPy."""
     if isinstance(value, np.ma.MaskedArray):
         mask = None if value.mask is np.ma.nomask else np.array(value.mask)
         fill: Any = vars(value)["_fill_value"]  # reading fill_value would set it
-        parts = {"data": np.array(value.data), "mask": mask, "fill": fill}
-        return "masked", {name: walk.ref(part, name) for name, part in parts.items()} | {"hard": value.hardmask}
+        return "masked", {"data": np.array(value.data), "mask": mask, "fill": fill, "hard": value.hardmask}
     if isinstance(value, np.memmap) or isinstance(value.base, np.memmap):
         if value.flags.writeable:
             raise walk.refusal(value, "it writes to its file, which is not seen; open it with mode 'r'")
-        return walk.opaque_state(value)
+        return walk.unchanged(value)
     if type(value) is not np.ndarray:
-        return walk.unknown_state(value)
+        return walk.unknown(value)
     if value.dtype.hasobject:
         if value.dtype != object:
             raise walk.refusal(value, "it has objects in a structure")
-        items = [walk.ref(one, f"[{n}]") for n, one in enumerate(value.reshape(-1))]
-        return "objects", {"shape": list(value.shape), "items": items}
+        return "objects", {"shape": torch.Size(value.shape), "items": walk.items(value.reshape(-1))}
     owner, at = _memory_of(value)
-    if owner is not value:
-        return "array view", {
-            "of": walk.ref(owner, "base"), "at": at, "format": dtype_text(value.dtype), "shape": list(value.shape),
-            "strides": list(value.strides), "writes": bool(value.flags.writeable),
-        }  # fmt: skip
-    if walk.is_base:
-        walk.note_checksum(value)
-        return "array", {}
-    if walk.is_old:
-        return "array", walk.changed(value, lambda: bytes_of(value))
-    return "array", {
-        "format": dtype_text(value.dtype),
-        "shape": list(value.shape),
-        "order": "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C",
-        "data": walk.keep(bytes_of(value)),
-        "writes": bool(value.flags.writeable),
-    }
+    is_view = owner is not value
+    if walk.is_old and not is_view:
+        return "array", walk.elements(value, lambda: bytes_of(value))
+    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    about: Parts = {"format": dtype_text(value.dtype), "shape": torch.Size(value.shape)}
+    about["writes"] = bool(value.flags.writeable)
+    if is_view:
+        return "array view", about | {"base": owner, "at": at, "strides": torch.Size(value.strides)}
+    return "array", about | {"order": order, "data": walk.data(bytes_of(value))}
 
 
 def _memory_of(value: Any) -> tuple[Any, int]:
@@ -71,22 +179,22 @@ def _memory_of(value: Any) -> tuple[Any, int]:
     return (owner, at) if at >= 0 and value.size else (value, 0)
 
 
-def new_array(restoration: Restoration, state: Any) -> Any:
-    """Return an array that set-up has not made."""
-    data = restoration.tensors[state["data"]].numpy().tobytes()
-    dtype: Any = numpy_dtype(state["format"])
-    new = np.ndarray(state["shape"], dtype, bytearray(data) or bytearray(1)).copy(order="C")
+def _of_bytes(state: State, shape: Any, dtype: Any) -> Any:
+    """Return the saved elements of an array."""
+    return np.ndarray(shape, dtype, bytearray(state["data"].numpy().tobytes()) or bytearray(1))
+
+
+def _new_array(state: State) -> Any:
+    new = _of_bytes(state, state["shape"], numpy_dtype(state["format"])).copy(order="C")
     new = new if state["order"] == "C" else np.asfortranarray(new)
     new.flags.writeable = state["writes"]
     return new
 
 
-def new_view(restoration: Restoration, state: Any) -> Any:
-    """Return an array that looks into another one's memory."""
-    owner = restoration.value(state["of"])
+def _new_view(state: State) -> Any:
+    owner = state["base"]
     if isinstance(owner, Tensor):
-        whole = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
-        memory: Any = whole.numpy()
+        memory: Any = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()).numpy()
     else:
         memory = owner if owner.flags.c_contiguous else owner.T
     dtype: Any = numpy_dtype(state["format"])
@@ -96,69 +204,93 @@ def new_view(restoration: Restoration, state: Any) -> Any:
     return new
 
 
-def fill_array(restoration: Restoration, value: Any, state: Any) -> None:
-    """Give an array of set-up its elements."""
-    if "data" in state and "format" not in state:
-        data = restoration.tensors[state["data"]].numpy().tobytes()
-        if value.tobytes() != data:
-            value[...] = np.ndarray(value.shape, value.dtype, bytearray(data) or bytearray(1))
+def _fill_array(value: Any, state: State) -> None:
+    if "data" in state and "format" not in state:  # one that set-up made
+        saved = _of_bytes(state, value.shape, value.dtype)
+        if value.tobytes() != saved.tobytes():
+            value[...] = saved
 
 
-def new_masked(restoration: Restoration, state: Any) -> Any:
-    """Return a masked array."""
-    new: Any = np.ma.MaskedArray(restoration.value(state["data"]).copy())
-    fill_masked(restoration, new, state)
+def _new_masked(state: State) -> Any:
+    new: Any = np.ma.MaskedArray(state["data"].copy())
+    _fill_masked(new, state)
     return new
 
 
-def fill_masked(restoration: Restoration, value: Any, state: Any) -> None:
-    """Give a masked array its elements, its mask and its other settings."""
+def _fill_masked(value: Any, state: State) -> None:
     value.soften_mask()
-    mask = restoration.value(state["mask"])
+    mask = state["mask"]
     value.mask = np.ma.nomask
-    value._data[...] = restoration.value(state["data"])
+    value._data[...] = state["data"]
     if mask is not None:
         value.mask = mask
-    # None: NumPy's own, which may be longer than the elements.
-    vars(value)["_fill_value"] = restoration.value(state["fill"])
+    vars(value)["_fill_value"] = state["fill"]  # None: NumPy's own, which may be longer than the elements
     if state["hard"]:
         value.harden_mask()
 
 
-def written_random(walk: Walk, value: Any) -> tuple[str, Any]:
-    """Return the kind and the state of a random generator."""
-    state: dict[str, Any] = {"class": walk.ref(type(value), "class")}
+def _fill_objects(value: Any, state: State) -> None:
+    flat = value.reshape(-1)
+    for n, one in enumerate(state["items"]):
+        flat[n] = one
+
+
+# --- random generators -----------------------------------------------------------------------------------------------------
+
+
+def random_generator(walk: Walk, value: Any) -> Described:
+    """Describe a random generator by its state."""
+    parts: Parts = {"class": type(value)}
     if isinstance(value, random.SystemRandom):
-        return "system random", state
+        return "system random", parts
     if isinstance(value, torch.Generator):
-        return "random", state | {"device": str(value.device), "state": walk.ref(value.get_state(), "state")}
+        return "random", parts | {"device": value.device, "state": value.get_state()}
     if isinstance(value, random.Random):
-        return "random", state | {"state": walk.ref(value.getstate(), "state")}
+        return "random", parts | {"state": value.getstate()}
     if isinstance(value, np.random.RandomState):
         held: Any = value.get_state(legacy=False)
         if held["bit_generator"] != "MT19937":
             raise walk.refusal(value, f"it draws from {held['bit_generator']}")
-        return "random", state | {"state": walk.ref(held, "state")}
+        return "random", parts | {"state": held}
     bits = value.bit_generator
-    state |= {"bits": walk.ref(type(bits), "bits"), "state": walk.ref(bits.state, "state")}
+    parts |= {"bits": type(bits), "state": bits.state}
     seeds = bits.seed_seq
     if type(seeds) is np.random.SeedSequence:
-        parts = [seeds.entropy, seeds.spawn_key, seeds.pool_size, seeds.n_children_spawned]
-        state["seeds"] = walk.ref(parts, "seeds")
-    return "random", state
+        parts["seeds"] = [seeds.entropy, seeds.spawn_key, seeds.pool_size, seeds.n_children_spawned]
+    return "random", parts
 
 
-def fill_random(restoration: Restoration, value: Any, state: Any) -> None:
-    """Give a random generator its state."""
-    saved = restoration.value(state["state"])
+def _new_random(state: State) -> Any:
+    cls = state["class"]
+    if "device" in state:
+        return torch.Generator(state["device"])
+    if "bits" in state:
+        return np.random.Generator(state.type(np.random.BitGenerator, part="bits")())
+    return np.random.RandomState() if cls is np.random.RandomState else random.Random.__new__(cls)
+
+
+def _fill_random(value: Any, state: State) -> None:
+    saved = state["state"]
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         value.set_state(saved)
     elif isinstance(value, random.Random):
         value.setstate(saved)
     elif "seeds" in state:
-        entropy, key, pool, children = restoration.value(state["seeds"])
+        entropy, key, pool, children = state["seeds"]
         seeds = np.random.SeedSequence(entropy, spawn_key=key, pool_size=pool, n_children_spawned=children)
         bits: Any = value.bit_generator
         bits.__setstate__((saved, seeds))
     else:
         value.bit_generator.state = saved
+
+
+KINDS: dict[str, Kind] = {
+    "tensor": Kind(_new_tensor, _fill_tensor),
+    "shared tensor": Kind(_new_shared, _fill_shared),
+    "array": Kind(_new_array, _fill_array),
+    "array view": Kind(_new_view),
+    "masked": Kind(_new_masked, _fill_masked),
+    "objects": Kind(lambda state: np.empty(state["shape"], dtype=object), _fill_objects),
+    "random": Kind(_new_random, _fill_random, Turn.AFTER),
+    "system random": Kind(lambda state: state.type(random.SystemRandom)()),
+}

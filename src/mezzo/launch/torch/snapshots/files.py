@@ -63,12 +63,11 @@ class FileJournal:
         patches.around(builtins, "open", self._open)
         patches.around(io, "open", self._open)
         patches.around(os, "open", self._low_open)
-        for name in ("remove", "unlink", "truncate"):
+        for name in ("remove", "unlink", "truncate", "rmdir"):
             patches.around(os, name, self._before_change)
         for name in ("rename", "replace"):
             patches.around(os, name, self._move)
         patches.around(os, "mkdir", self._mkdir)
-        patches.around(os, "rmdir", self._rmdir)
         patches.around(shutil, "rmtree", self._remove_tree)
         patches.around(torch, "save", self._save)
         after_import("safetensors.torch", lambda: self._watch_safetensors(patches), patches)
@@ -76,9 +75,7 @@ class FileJournal:
     def _watch_safetensors(self, patches: Patches) -> None:
         module: Any = sys.modules["safetensors.torch"]
         for name in ("serialize_file", "save_file"):
-            patches.around(
-                module, name, lambda original, data, path, *a, **k: self._then(original, path, data, path, *a, **k)
-            )
+            patches.around(module, name, self._save)
 
     # --- journals --------------------------------------------------------------------------------------------------------
 
@@ -227,8 +224,9 @@ class FileJournal:
         if if_ and full is not None and not self._busy and kwargs.get("dir_fd") is None:
             self.note(full)
 
-    def _then(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        self._changes(path, {})
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note the file that is a function's second argument."""
+        self._changes(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")), {})
         return original(*args, **kwargs)
 
     def _before_change(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,10 +249,6 @@ class FileJournal:
         self._changes(path, kwargs)
         original(path, *args, **kwargs)
 
-    def _rmdir(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
-        self._changes(path, kwargs)
-        original(path, *args, **kwargs)
-
     def _remove_tree(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
         full = _path_of(path)
         if not self._busy and full is not None:
@@ -265,9 +259,6 @@ class FileJournal:
         self.note(folder)
         for inside in _files_below(folder):
             self.note(inside)
-
-    def _save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._then(original, f, obj, f, *args, **kwargs)
 
 
 def _files_below(folder: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -15,58 +14,37 @@ from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.snapshots.functions import CALLED, call, called
+from mezzo.launch.torch.snapshots.known_types import Described, Kind, Parts, Turn
 
 if TYPE_CHECKING:
+    from mezzo.launch.torch.snapshots.restore import State
     from mezzo.launch.torch.snapshots.walk import Walk
 
-_BY_NAME = {
-    name: getattr(itertools, name)
-    for name in (
-        "chain",
-        "cycle",
-        "islice",
-        "count",
-        "repeat",
-        "accumulate",
-        "starmap",
-        "takewhile",
-        "dropwhile",
-        "zip_longest",
-        "product",
-    )
-}
-_CALLABLES: dict[str, Any] = {
-    "iter": iter,
-    "enumerate": enumerate,
-    "zip": zip,
-    "map": map,
-    "filter": filter,
-    "reversed": reversed,
-} | _BY_NAME
-_NAMES = {id(value): name for name, value in _CALLABLES.items()}
 _EMPTY: list[Any] = [[], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b""]
 _REVERSIBLE: list[Any] = [[], {}, {}.items(), {}.values()]
 ITERATOR_TYPES: list[type] = [
     *(type(iter(one)) for one in _EMPTY),
     *(type(reversed(one)) for one in _REVERSIBLE),
-    *(enumerate, zip, map, filter, reversed, type(iter(int, 1))),
-    *_BY_NAME.values(),
-]  # fmt: skip
+    type(iter(int, 1)),
+    *(one for name, one in CALLED.items() if isinstance(one, type) and hasattr(one, "__next__")),
+]
+_NAMES = {id(one): name for name, one in CALLED.items()}
 
 
-def written_iterator(value: Any, walk: Walk) -> dict[str, Any]:
-    """Return the state of one of Python's own iterators: what makes it again, and its position."""
-    by, arguments, *state = value.__reduce__()
+def iterator(walk: Walk, value: Any) -> Described:
+    """Describe one of Python's own iterators: what makes it again, and its position."""
+    by, arguments, *at = value.__reduce__()
     name = _NAMES.get(id(by)) or type(value).__name__
-    if name not in _CALLABLES:
+    if name not in CALLED:
         raise walk.refusal(value)
-    parts = {"by": name, "arguments": [walk.ref(one, name) for one in arguments]}
-    return parts | ({"at": walk.ref(state[0], "at")} if state else {})
+    _, parts = call(walk, name, {f"[{n}]": one for n, one in enumerate(arguments)})
+    return "iterator", parts | ({"at": at[0]} if at else {})
 
 
-def new_iterator(by: str, arguments: list[Any]) -> Any:
-    """Return an iterator of one of these kinds."""
-    return _CALLABLES[by](*arguments)
+def _fill_iterator(value: Any, state: State) -> None:
+    if "at" in state:
+        value.__setstate__(state["at"])
 
 
 class TqdmIterator:
@@ -110,6 +88,10 @@ def iterator_of(iterable: Any) -> Iterator[Any]:
     )
 
 
+POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
+"""Iterators that are made anew at a position."""
+
+
 def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
     """Keep, for each pass over a loader, what its order follows from, until ``patches`` are undone.
 
@@ -148,48 +130,31 @@ def _begin(original: Any, iterator: Any, loader: Any) -> None:
     original(iterator, loader)
 
 
-def written_pass(value: Any, walk: Walk) -> dict[str, Any]:
-    """Return the state of a pass over a loader: how it began, and how many batches it has delivered."""
+def loader_pass(walk: Walk, value: Any) -> Described:
+    """Describe a pass over a loader: how it began, and how many batches it has delivered."""
     if getattr(value._mezzo_loader, "persistent_workers", False):
         raise NotSavable(
             "a DataLoader has persistent_workers=True: the random generators of its workers cannot be read",
             hint="pass persistent_workers=False",
         )
-    state = {
-        "loader": walk.ref(value._mezzo_loader, "loader"),
-        "began": walk.ref(value._mezzo_began, "began"),
-        "first": walk.ref(value._mezzo_first, "first"),
-        "samplers": walk.ref(value._mezzo_samplers, "samplers"),
-        "delivered": value._num_yielded,
-        "class": walk.ref(type(value), "class"),
-    }
+    parts: Parts = {name: getattr(value, f"_mezzo_{name}") for name in ("loader", "began", "first", "samplers")}
+    parts |= {"delivered": value._num_yielded, "class": type(value)}
     fetcher: Any = getattr(value, "_dataset_fetcher", None)
     stream = getattr(fetcher, "dataset_iter", None)
-    return state | ({} if stream is None else {"stream": walk.ref(stream, "stream"), "ended": fetcher.ended})
+    return "pass", parts | ({} if stream is None else {"stream": stream, "ended": fetcher.ended})
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers that are not torch's own."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    return [
-        one
-        for one in dict.fromkeys(found)
-        if one is not None and not type(one).__module__.startswith("torch.utils.data")
-    ]
-
-
-def reopen_pass(shell: Any, state: dict[str, Any], begin_samplers: Callable[[Any, Any], None]) -> None:
+def _reopen(shell: Any, state: State) -> None:
     """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
     loader: DataLoader[Any] = state["loader"]
-    begin_samplers(loader, state["samplers"])
+    delivered, samplers, first = state["delivered"], state["samplers"], state["first"]
+    state.restoration.set_samplers(loader, samplers)
     _set(state["began"], loader)
     type(shell).__init__(shell, loader)
-    delivered = state["delivered"]
-    if state["first"] is not None:
+    if first is not None:
         if not hasattr(shell, "_workers"):
-            begin_samplers(loader, state["samplers"])
-            _set(state["first"], loader)
+            state.restoration.set_samplers(loader, samplers)
+            _set(first, loader)
         if "stream" in state:
             shell._dataset_fetcher.dataset_iter, shell._dataset_fetcher.ended = state["stream"], state["ended"]
             shell._num_yielded = delivered
@@ -198,4 +163,18 @@ def reopen_pass(shell: Any, state: dict[str, Any], begin_samplers: Callable[[Any
                 f"the DataLoader has fewer than the {delivered} batches that it had delivered",
                 hint="resume with the same script, the same arguments and the same data",
             )
-        shell._mezzo_first, shell._mezzo_samplers = state["first"], state["samplers"]
+        shell._mezzo_first, shell._mezzo_samplers = first, samplers
+
+
+def samplers_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's samplers that are not torch's own, by names."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = dict.fromkeys([getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)])
+    own = [one for one in found if one is not None and not type(one).__module__.startswith("torch.utils.data")]
+    return {f"sampler {number}": one for number, one in enumerate(own)}
+
+
+KINDS: dict[str, Kind] = {
+    "iterator": Kind(called, _fill_iterator, Turn.LAST),
+    "pass": Kind(lambda state: state.type(_BaseDataLoaderIter).__new__(state["class"]), _reopen, Turn.LAST),
+}

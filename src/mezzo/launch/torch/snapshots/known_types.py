@@ -1,35 +1,66 @@
-"""What is known of the types that a script's objects have: which have no state, which are made of attributes, and their bytes."""
+"""What is known of the types that a script's objects have: which have no state, which are made of attributes, and their bytes.
+
+A kind is how objects of some types are saved and restored. A saver returns the kind's name and the parts of an object: values, which the
+walk replaces by JSON and references. ``make`` creates an object from them, and ``fill`` gives them to one that exists.
+"""
 
 from __future__ import annotations
 
 import collections
 import csv
-import gc
-import inspect
+import enum
 import io
 import types
 import weakref
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.launch.torch.snapshots.trained_objects import kind_of
+if TYPE_CHECKING:
+    from mezzo.launch.torch.snapshots.restore import State
+    from mezzo.launch.torch.snapshots.walk import Walk
+
+Parts = dict[str, Any]
+Described = tuple[str, Parts]
+"""The name of an object's kind, and its parts."""
+Saver = Callable[["Walk", Any], Described]
+ABSENT = object()
+"""What stands for a value that is not there."""
+
+
+class Ready(NamedTuple):
+    """A part that is JSON already."""
+
+    json: Any
+
+
+class Turn(enum.Enum):
+    """When objects of a kind are filled."""
+
+    EARLY, LATE, AFTER, LAST = range(4)
+
+
+def nothing(state: State) -> None:
+    """Create an object that only set-up makes: there is none."""
+
+
+class Kind(NamedTuple):
+    """How objects of one kind are restored."""
+
+    make: Callable[[State], Any] = nothing
+    fill: Callable[[Any, State], Any] | None = None
+    turn: Turn = Turn.EARLY
+
 
 NOT_SAVED = {
-    "__builtins__",
-    "__spec__",
-    "__loader__",
-    "__cached__",
-    "__file__",
-    "__package__",
-    "__name__",
-    "__doc__",
-    "__annotations__",
-    "__warningregistry__",
+    *("__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__package__", "__name__", "__doc__"),
+    *("__annotations__", "__warningregistry__"),
 }
 """Names of a module that Python itself gives it."""
 OPAQUE = (
@@ -40,6 +71,7 @@ OPAQUE = (
     "_abc", "dataclasses", "inspect", "ast", "weakref",
 )  # fmt: skip
 """Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
+_TRAINED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _VALUES_OF = "wandb.sdk.data_types"
 """Modules of these libraries whose objects are values, such as histograms."""
 _SMALL_BYTES = 4096
@@ -120,22 +152,10 @@ def is_plain(kind: type) -> bool:
     )
 
 
-def has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
-    """Return whether a generator has run at all."""
-    return inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
-
-
-def cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
-    """Return the cells of a generator's function."""
-    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][
-        -len(generator.gi_code.co_freevars) or 10**9 :
-    ]
-
-
-def is_opaque(value: Any) -> bool:
-    """Return whether an object belongs to a library whose objects stay as set-up makes them, and is none that training changes."""
-    module = str(type(value).__module__)
-    return not (kind_of(value) or module.startswith(_VALUES_OF)) and any(
+def is_opaque(kind: type) -> bool:
+    """Return whether objects of a class belong to a library whose objects stay as set-up makes them, and training changes none."""
+    module = str(kind.__module__)
+    return not (issubclass(kind, _TRAINED) or module.startswith(_VALUES_OF)) and any(
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
     )
 
@@ -144,6 +164,12 @@ def is_hook(function: Any) -> bool:
     """Return whether a function is one that Mezzo or torch hangs into a script's objects by itself."""
     module = str(getattr(function, "__module__", ""))
     return module.startswith(("mezzo.", "torch.distributed.", "torch._dynamo."))
+
+
+def has_address_hash(value: Any) -> bool:
+    """Return whether an object's place in a set follows from its address."""
+    addresses: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
+    return type(value).__hash__ in addresses
 
 
 def is_of_process(key: Any) -> bool:

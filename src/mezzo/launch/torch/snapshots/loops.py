@@ -16,18 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import iterator_of
 from mezzo.launch.torch.snapshots.library_settings import apply_settings, changed_since, settings_now
 from mezzo.launch.torch.snapshots.reachable import digests_of
-from mezzo.launch.torch.snapshots.restore import Restoration
-from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, OWN_NAMES, Way
-from mezzo.launch.torch.snapshots.samplers import begin_samplers
+from mezzo.launch.torch.snapshots.restore import Restoration, State
+from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, Way
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.source import FunctionPlace, TextSpan, place_of, position_of
+from mezzo.launch.torch.snapshots.source import FunctionPlace, TextSpan, place_of, position_of, span_of
 from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
-from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
+from mezzo.launch.torch.snapshots.walk import Walk, cells_in, walk_through
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
 _MOST_WALKS, _MOST_WALKING_S = 20, 5.0
@@ -41,12 +39,15 @@ LoopName = tuple[str, int]
 class SetUpEnd(NamedTuple):
     """Where set-up ended, and what it had made."""
 
-    base: Base
-    loop: LoopName
+    base: Walk
+    statement: TextSpan
+    """The statement before which it ended, in the innermost frame."""
     entry: int
-    """How often the loop had been entered, this time included."""
+    """How often that had been reached, this time included."""
     frames: list[FrameType]
+    """The script's frames, the outermost first."""
     positions: list[TextSpan | None]
+    """Where each of them was."""
     settings: dict[str, Any]
 
 
@@ -112,7 +113,7 @@ class Loops:
         return iterator
 
     def _may_end_setup(self, loop: LoopName, frame: FrameType) -> None:
-        own = [one for one in self._files.frames(frame) if self._files.has(one)]
+        own = self._files.own_frames(frame)
         for one in own:
             around = self._files.sources[one.f_code.co_filename].loops_around(one)
             if any((one is not frame or number != loop[1]) for number in around):
@@ -126,21 +127,20 @@ class Loops:
             return
         began_s = time.perf_counter()
         try:
-            walk, limits = walk_through(self._files, own, checks=trains)
+            base = walk_through(self._files, own, checks=trains)
         except SnapshotError as error:
             self._no_end = error
-            return
+        else:
+            statement = span_of(self._files.sources[loop[0]].loops[loop[1]])
+            self._end = _set_up_end(base, statement, self._entries[loop], own)
         finally:
             self._walked_s += time.perf_counter() - began_s
-        positions = [position_of(one.f_code, one.f_lasti) for one in own]
-        self._end = SetUpEnd(base_of(walk, limits), loop, self._entries[loop], own, positions, settings_now())
 
     def want(self, frame: FrameType | None) -> None:
         """Take a snapshot at the next turn of a loop around ``frame``, which has just made an update."""
         self._around = [
             (one.f_code.co_filename, number)
-            for one in self._files.frames(frame)
-            if self._files.has(one)
+            for one in self._files.own_frames(frame)
             for number in self._files.sources[one.f_code.co_filename].loops_around(one)
         ]
         self.want_soon()
@@ -195,7 +195,7 @@ class Loops:
 
     def digests(self) -> dict[str, str]:
         """Return digests of all that the script can reach now."""
-        frames = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
+        frames = self._files.own_frames(sys._getframe(1))
         named = [
             (f"{name}.".removeprefix("__main__."), module.__dict__) for name, module in self._files.modules.items()
         ]
@@ -204,9 +204,8 @@ class Loops:
 
     def objects(self) -> dict[str, Any]:
         """Return the models, optimizers, schedulers and scalers that the script can reach now, by name."""
-        end = self._end
-        own = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
-        return {} if end is None else _trained(walk_through(self._files, own)[0])
+        own = self._files.own_frames(sys._getframe(1))
+        return {} if self._end is None else _trained(walk_through(self._files, own))
 
     def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         end = self._end
@@ -214,54 +213,43 @@ class Loops:
             raise self._no_end
         self._refuse_threads()
         stack = self._files.frames(frame)
-        path = path_between(self._files, stack, end.frames, end.positions, end.loop, loop)
+        path = path_between(self._files, stack, end.frames, end.positions, end.statement, loop)
         own, common = path.frames, path.common
-        limit = end.base.limits[common]
         ways = ways_of(self._files, path)
         keeps = {
             f"{ITERATOR}{number}"
             for one in own
             for number in self._files.sources[one.f_code.co_filename].loops_around(one)
         }
-        walk = Walk(self._files, end.base, limit=limit, keeps=keeps)
+        walk = Walk(self._files, end.base, limit=end.base.limits[common], keeps=keeps)
         for number, one in enumerate(own[common:], common):
             for name, cell in cells_in(one):
                 walk.frame_cells[id(cell)] = (str(number), name)
         walk.modules()
-        variables, ends = list[dict[str, Any]](), list[int]()
+        variables = list[dict[str, Any]]()
         for number, one in enumerate(own):
             walk.lasting = number < common
-            held = {} if one.f_locals is one.f_globals else dict(one.f_locals)
-            cells = {f"cell {name}": cell for name, cell in cells_in(one)} if number < common else {}
-            variables.append(walk.variables(held | cells, f"{one.f_code.co_name}"))
-            ends.append(len(walk.rows))
-            self._refuse_early_cells(walk, number, ends[-2] if number else 0)
+            variables.append(walk.frame(one, with_cells=walk.lasting))
+            self._refuse_early_cells(walk, number)
         generators = [self._generator_way(walk, one) for one in walk.generators]
         self._frozen = True
         tree = {
-            "ways": [way_as_json(way) for way in [*ways, *generators]],
-            "base": {
-                "entry": end.entry if path.base_is_loop else 1,
-                "links": [list(link) for link in end.base.links],
-                "types": [type_name(one) for one in end.base.objects],
-                "limits": end.base.limits,
-                "loop": [self._files.name_of(end.loop[0]), end.loop[1]],
-                "path": [list(position or ()) for position in end.positions],
-            },
+            "ways": [*ways, *generators],
+            "places": end.base.places(),
+            "base": [path.base, end.entry if common == len(end.frames) and path.base == end.statement else 1],
             "variables": variables,
-            "ends": ends,
+            "ends": walk.limits[1:],
             "rows": walk.rows,
-            "random": random_states(),
             "settings": changed_since(end.settings),
             "loop": [self._files.name_of(loop[0]), loop[1]],
         }
         return tree, walk.tensors, _trained(walk)
 
-    def _refuse_early_cells(self, walk: Walk, frame: int, begin: int) -> None:
-        for row in walk.rows[begin:]:
-            if row[0] == "frame cell" and int(row[2][0]) > frame:
+    def _refuse_early_cells(self, walk: Walk, frame: int) -> None:
+        for kind, _, parts in walk.rows[walk.limits[-2] if frame else 0 :]:
+            if kind == "frame cell" and int(parts["frame"]) > frame:
                 raise NotSavable(
-                    f"a function over the variable {row[2][1]!r} of an inner function is kept outside it",
+                    f"a function over the variable {parts['name']!r} of an inner function is kept outside it",
                     hint="keep its value instead",
                 )
 
@@ -303,17 +291,20 @@ class Loops:
         if tree is None or self._restoration is not None:
             return False
         self._base_passed += 1
-        if self._base_passed != tree["base"]["entry"]:
+        statement, entry = tree["base"]
+        if self._base_passed != entry:
             return False
-        number = int(frame)
-        own = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
-        walk, _ = walk_through(self._files, own)
-        present = _matched(walk, tree["base"])
-        self._end = self._same_end(walk, present, tree["base"], own)
-        self._restoration = Restoration(self._files, tree["rows"], self._tensors, present, self._lost)
-        self._restoration.checksums, self._restoration.secrets = self._end.base.checksums, walk.secrets
-        self._restoration.begin_generator = self._begin_generator
-        self._restoration.begin_samplers = lambda loader, saved: begin_samplers(self._files, loader, saved)
+        number, own = int(frame), self._files.own_frames(sys._getframe(1))
+        walk = walk_through(self._files, own)
+        self._end = _set_up_end(walk, TextSpan(*statement), entry, own)
+        self._restoration = Restoration(
+            self._files,
+            tree["rows"],
+            self._tensors,
+            places=tree["places"],
+            here=walk,
+            move_generator=self._move_generator,
+        )
         self._restoration.fill(0, tree["ends"][number])
         self._variables[frame] = self._restoration.values(tree["variables"][number])
         return True
@@ -356,45 +347,20 @@ class Loops:
         assert tree is not None
         assert restoration is not None
         restoration.fill(0, tree["ends"][-1], again=True)
-        set_random_states(tree["random"])
         apply_settings(tree["settings"])
         self._saved_in = self._files.path_of(tree["loop"][0]), tree["loop"][1]
         self._resumed, self._restoration, self._tensors = None, None, {}
         self._on_arrival()
 
-    def _begin_generator(self, make: Callable[[], Any], state: dict[str, Any], variables: dict[str, Any]) -> Any:
+    def _move_generator(self, generator: Any, state: State) -> None:
         frame = generator_frame(FunctionPlace(*state["place"]))
-        generator = make()
-        self._variables[frame], self.entering = variables, frame
+        self._variables[frame], self.entering = state["variables"], frame
         next(generator)
-        return generator
 
-    def _same_end(self, walk: Walk, present: dict[int, Any], base: dict[str, Any], own: list[FrameType]) -> SetUpEnd:
-        """Return the end of set-up with the numbers of the first run, for the next snapshots."""
-        objects = [present.get(number) for number in range(len(base["links"]))]
-        here = {number: walk.ids[id(one)] for number, one in present.items()}
-        ids = {id(one): number for number, one in present.items()}
-        checksums = {number: walk.checksums.get(there) for number, there in here.items()}
-        back = {there: number for number, there in here.items()}
-        storages = {place: back[there] for place, there in walk.storages.items() if there in back}
-        links = [(parent, name) for parent, name in base["links"]]
-        same = Base(objects, links, ids, checksums, base["limits"], storages, walk.secrets)
-        positions = [TextSpan(*row) if row else None for row in base["path"]]
-        frames = own[: len(positions)]
-        loop = (self._files.path_of(base["loop"][0]), base["loop"][1])
-        return SetUpEnd(same, loop, base["entry"], frames, positions, settings_now())
 
-    def _lost(self, number: int) -> SnapshotError:
-        assert self._resumed is not None
-        parts, links = list[str](), self._resumed["base"]["links"]
-        kind = self._resumed["base"]["types"][number]
-        while number >= 0:
-            number, name = links[number]
-            parts.append(name)
-        return SnapshotError(
-            f"set-up did not make {'.'.join(reversed(parts))!r} again, a {kind}",
-            hint="resume with the script, the arguments and the files as they were",
-        )
+def _set_up_end(base: Walk, statement: TextSpan, entry: int, frames: list[FrameType]) -> SetUpEnd:
+    positions = [position_of(one.f_code, one.f_lasti) for one in frames]
+    return SetUpEnd(base, statement, entry, frames, positions, settings_now())
 
 
 def _of_script(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,69 +373,13 @@ def _trained(walk: Walk) -> dict[str, Any]:
     return trained_among((walk.path(number), one) for number, one in enumerate(walk.objects) if kind_of(one))
 
 
-def walk_through(files: OwnFiles, frames: list[FrameType], *, checks: bool = True) -> tuple[Walk, list[int]]:
-    """Return a walk through the script's modules and frames, and how many objects each step led to."""
-    walk = Walk(files, checks=checks)
-    walk.modules()
-    limits = [len(walk.objects)]
-    for frame in frames:
-        held = {} if frame.f_locals is frame.f_globals else dict(frame.f_locals)
-        walk.variables(held | {f"cell {name}": cell for name, cell in cells_in(frame)}, frame.f_code.co_name)
-        limits.append(len(walk.objects))
-    return walk, limits
-
-
-def cells_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a function that inner functions use, as cells."""
-    cells = frame.f_locals.get(CELLS) if frame.f_locals is not frame.f_globals else None
-    if cells is not None:
-        yield from zip(cells.__code__.co_freevars, cells.__closure__, strict=True)
-
-
-def _matched(walk: Walk, base: dict[str, Any]) -> dict[int, Any]:
-    """Return the objects that set-up has made again, by their numbers in the first run."""
-    here = {link: number for number, link in reversed(list(enumerate(walk.links)))}
-    same, present = dict[int, int](), dict[int, Any]()
-    for number, (parent, name) in enumerate(base["links"]):
-        above = parent if parent < 0 else same.get(parent)
-        found = None if above is None else here.get((above, name))
-        if found is not None and type_name(walk.objects[found]) == base["types"][number]:
-            same[number], present[number] = found, walk.objects[found]
-    return present
-
-
-def type_name(value: Any) -> str:
-    """Return the name of an object's type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def generator_frame(place: FunctionPlace) -> str:
     """Return the name of a generator's frame."""
     return f"generator {place.name}:{place.line}"
 
 
-def way_as_json(way: Way) -> list[Any]:
-    """Return a way as JSON."""
-    return [
-        way.file,
-        list(way.place),
-        way.frame,
-        list(way.to),
-        None if way.base is None else list(way.base),
-        [way.arguments[0], list(way.arguments[1])],
-        way.calls,
-    ]
-
-
 def way_from_json(row: list[Any]) -> Way:
-    """Return a way from ``way_as_json``."""
+    """Return a way from its JSON."""
     file, place, frame, to, base, (count, names), calls = row
-    return Way(
-        file,
-        FunctionPlace(*place),
-        frame,
-        TextSpan(*to),
-        None if base is None else TextSpan(*base),
-        (count, tuple(names)),
-        calls,
-    )
+    ends_at = None if base is None else TextSpan(*base)
+    return Way(file, FunctionPlace(*place), frame, TextSpan(*to), ends_at, (count, tuple(names)), calls)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import os
-import random
 import types
 import weakref
 import zlib
@@ -167,12 +166,6 @@ def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
         )
     if isinstance(value, _BaseDataLoaderIter):
         return str(value._num_yielded), iter([("._sampler_iter", value._sampler_iter)])
-    if isinstance(value, random.Random):
-        return "", iter([(" state", None if isinstance(value, random.SystemRandom) else value.getstate())])
-    if isinstance(value, np.random.RandomState):
-        return "", iter([(" state", value.get_state(legacy=False))])
-    if isinstance(value, np.random.Generator):
-        return "", iter([(" state", value.bit_generator.state)])
     if isinstance(value, weakref.ref):
         return "", iter([(" to", value())])
     if hasattr(kind, "set_postfix"):  # a progress bar

@@ -64,6 +64,15 @@ class Way(NamedTuple):
         return self.frame.startswith("generator")
 
 
+def not_entered(statement: ast.stmt, kind: type[SnapshotError]) -> SnapshotError:
+    """Return the error, of a kind, that a compound statement cannot be entered in the middle."""
+    kind_of_block = type(statement).__name__.lower()
+    return kind(
+        f"line {statement.lineno}: the loop is inside {kind_of_block}, which cannot be entered in the middle",
+        hint="move the loop out of it, or save with mezzo.Session",
+    )
+
+
 def rewritten(source: Source, ways: Sequence[Way] = ()) -> CodeType:
     """Return the code of a file, with hooks in its loops, and the ways back that belong to it.
 
@@ -227,10 +236,7 @@ class _Path:
         if isinstance(step, ast.Try) and rest[0] in step.body:
             self._into(step, rest, live=True)
             return [step]
-        raise SnapshotError(
-            f"line {step.lineno}: the loop is inside {type(step).__name__.lower()}, which cannot be entered in the middle",
-            hint="move the loop out of it, or save with mezzo.Session",
-        )
+        raise not_entered(step, SnapshotError)
 
     def _into(self, step: ast.stmt, rest: list[ast.stmt], *, live: bool) -> bool:
         """Lead the way into the body that it goes through, and rewrite the others; return whether it is the first body."""

@@ -97,6 +97,10 @@ class OwnFiles:
         """Return the name of the module with these global variables; empty if it is none of the script's."""
         return next((name for name, module in self.modules.items() if module.__dict__ is variables), "")
 
+    def own_frames(self, innermost: FrameType | None) -> list[FrameType]:
+        """Return the script's frames among ``frames``."""
+        return [one for one in self.frames(innermost) if self.has(one)]
+
     def frames(self, innermost: FrameType | None) -> list[FrameType]:
         """Return the frames from the script's first one to ``innermost``, those of libraries included."""
         found = list[FrameType]()

@@ -21,9 +21,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
+from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several, save_is_due
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
@@ -33,12 +34,11 @@ from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
-from mezzo.launch.torch.snapshots.returning import return_to_good
+from mezzo.launch.torch.snapshots.restore import sampler_states
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
-from mezzo.launch.torch.snapshots.samplers import capture_samplers
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
 from mezzo.launch.torch.snapshots.starting import choose_start
-from mezzo.launch.torch.snapshots.trained_objects import states_of
+from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
 from mezzo.launch.torch.state import Run
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
@@ -105,7 +105,7 @@ class ScriptSnapshots:
         finder = Finder(self._files)
         sys.meta_path.insert(0, finder)
         patches.on_undo(lambda: sys.meta_path.remove(finder))
-        install_passes(patches, lambda loader: capture_samplers(self._files, loader))
+        install_passes(patches, lambda loader: sampler_states(self._files, loader))
         patches.on_undo(register_optimizer_step_post_hook(torch.compiler.disable(lambda *_: self._updated())).remove)
         patches.around(torch.Tensor, "backward", self._after_backward)
         self._defer_sigterm()
@@ -118,6 +118,10 @@ class ScriptSnapshots:
             self._journal.roll_back(contents["number"])
             self._journal.begin_set_up()
             self._loops.resume(contents["script"], contents["tensors"])
+        elif (
+            self._request.resume
+        ):  # starting over: a run that was killed before its first snapshot may have written files
+            self._journal.roll_back(0)
         self._journal.install(patches)
 
     def run_file(self, script: ScriptFile) -> dict[str, Any]:
@@ -130,14 +134,12 @@ class ScriptSnapshots:
             self._journal.roll_back(SET_UP)
         self._patches.undo()
         self._finish_saving()
+        if self._resumed is None and self.taken.resumed_from is None and not self.taken.saved:
+            self._journal.drop_before(SET_UP)  # only a run that was killed is undone
         if self._proof is not None:
             proof = self._proof.end()
             if self.taken.saved:
                 self._note_proof(proof)
-        elif self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None and self.taken.saved:
-            self._note_proof(
-                SnapshotProof(verdict="unproven", reason="several processes are not resumed beside themselves")
-            )
         return self.taken
 
     @property
@@ -200,21 +202,18 @@ class ScriptSnapshots:
 
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
-        every_s = self._request.every_s
+        every_s, updates = self._request.every_s, self._run.num_updates
+        if self._agreement is not None and updates >= self._agreement.next and not are_several():
+            self._report_problem(
+                "save", "no snapshot: the script's processes form no group, so they cannot save together"
+            )
+            return False
         due = time.monotonic() - self._last_s >= every_s and not self._is_disproven
         is_writing = every_s > 0 and self._saving is not None and self._saving.is_running
-        if self._agreement is not None:
-            updates = self._run.num_updates
-            if updates < self._agreement.next:
-                return False
-            if not are_several():
-                self._report_problem(
-                    "save", "no snapshot: the script's processes form no group, so they cannot save together"
-                )
-                return False
-            requests = [due, is_writing, self._sigterm_received]
-            due, is_writing, self._sigterm_received = map(bool, self._agreement.exchange(updates, requests))
-        return self._sigterm_received or (due and not is_writing)
+        asked = self._sigterm_received
+        saves, ends = save_is_due(self._agreement, updates, due=due, is_writing=is_writing, asked=asked)
+        self._sigterm_received |= ends  # it may have come in between
+        return saves
 
     @property
     def _is_disproven(self) -> bool:
@@ -268,24 +267,34 @@ class ScriptSnapshots:
                 "schedules": _since_steps(run, objects),
                 "updates": updates,
                 "trained": trained,
-                "script": {key: value for key, value in tree.items() if key != "rows"},
+                "random": random_states(),
                 "tensors": dict(tensors),
             }
             written, found = take_apart(contents)
-            written["script"]["rows"] = tree["rows"]  # JSON already
+            written["script"] = tree  # JSON already
             copies = self._copies.of(found)
             self._saving = Saving(path, written, copies, lambda: self._written(path))
         except SnapshotError as error:
             self._report_problem("save", error.message)
         if not self.taken.loop:
-            if self._request.proves and self._request.rank == 0:
-                print(f"mezzo: snapshots are taken at {where}: a resumed run enters this loop again", file=sys.stderr)
+            self._say_where(where)
             if self._proof is not None:
                 self._until_comparison = UPDATES
         self.taken = self.taken.model_copy(update={"loop": where, "found": sorted(objects)})
         if self._sigterm_received:
             self._finish_saving()
             self._end(signal.SIGTERM, None)
+
+    def _say_where(self, where: str) -> None:
+        """Say which loop will be entered again, and that nothing proves it if the run has several processes."""
+        speaks = self._request.proves and self._request.rank == 0
+        if speaks:
+            print(f"mezzo: snapshots are taken at {where}: a resumed run enters this loop again", file=sys.stderr)
+        if self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None:
+            why = "several processes are not resumed beside themselves"
+            self._note_proof(SnapshotProof(verdict="unproven", reason=why))
+            if speaks:
+                print(f"mezzo: the snapshots are not proven: {why}", file=sys.stderr)
 
     def _written(self, path: Path) -> None:
         """Delete what the new snapshot replaces, or let it be proven if it is the first."""
@@ -340,6 +349,7 @@ class ScriptSnapshots:
         """Go on as the run that was stopped."""
         assert self._resumed is not None
         contents, run = self._resumed.contents, self._run
+        set_random_states(contents["random"])
         self._journal.end_set_up(contents["number"], contents["files"])
         run.close_update()
         run.losses.forget()

@@ -10,22 +10,13 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from mezzo.errors import NotSavable
-from mezzo.launch.torch.snapshots.rewriting import Way
+from mezzo.launch.torch.snapshots.rewriting import Way, not_entered
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of, up_to_loop
 
 _CONTEXTS = (
-    "no_grad",
-    "enable_grad",
-    "set_grad_enabled",
-    "inference_mode",
-    "autocast",
-    "nullcontext",
-    "catch_warnings",
-    "sdpa_kernel",
-    "device",
-    "open",
-    "tqdm",
+    *("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "sdpa_kernel", "device"),
+    *("nullcontext", "catch_warnings", "open", "tqdm"),
 )
 """Context managers that may be entered once more."""
 
@@ -39,7 +30,6 @@ class LoopPath(NamedTuple):
     """How many of them existed when set-up ended."""
     base: TextSpan
     """The statement before which set-up ends, in the last of these."""
-    base_is_loop: bool
     loop: TextSpan
 
 
@@ -48,7 +38,7 @@ def path_between(
     stack: list[FrameType],
     then: list[FrameType],
     positions: list[TextSpan | None],
-    end: tuple[str, int],
+    end: TextSpan,
     loop: tuple[str, int],
 ) -> LoopPath:
     """Return the path from the end of set-up to a loop.
@@ -58,7 +48,7 @@ def path_between(
         stack: all frames, those of libraries included.
         then: the script's frames at the end of set-up, and ``positions`` where they were.
         positions: of each, its call or loop.
-        end: the loop that set-up ended at.
+        end: the statement that set-up ended at, in the innermost of them.
         loop: the loop to enter again.
 
     Raises:
@@ -76,17 +66,15 @@ def path_between(
     source, place = files.sources[frame.f_code.co_filename], place_of(frame.f_code)
     target = span_of(files.sources[loop[0]].loops[loop[1]])
     now = _statements(source, frame, target if common == len(own) else None)
-    if common == len(positions):  # of a resumed run, `then` has only the frames that it shares with the first one
-        before = up_to_loop(source.chain(place, span_of(source.loops[end[1]])), span_of(source.loops[end[1]]))
-        if before[-1] in now:
-            return _checked(files, stack, LoopPath(own, common, span_of(before[-1]), True, target))
-    else:
-        at = positions[common - 1]
-        before = [] if at is None else source.chain(place, at)
+    is_innermost = common == len(then)
+    if is_innermost and end in map(span_of, now):
+        return _checked(files, stack, LoopPath(own, common, end, target))
+    at = end if is_innermost else positions[common - 1]
+    before = [] if at is None else source.chain(place, at)
     other = next((one for one, two in zip(before, now, strict=False) if one is not two), None)
     if other is None:
         raise NotSavable("the same statement runs set-up and the training", hint="write one training loop around both")
-    return _checked(files, stack, LoopPath(own, common, span_of(other), False, target))
+    return _checked(files, stack, LoopPath(own, common, span_of(other), target))
 
 
 def _statements(source: Source, frame: FrameType, loop: TextSpan | None) -> list[ast.stmt]:
@@ -160,10 +148,7 @@ def _refuse_blocks(statements: list[ast.stmt], base: TextSpan | None) -> None:
             continue
         if isinstance(outer, ast.With) and all(_name_of(item.context_expr) in _CONTEXTS for item in outer.items):
             continue
-        raise NotSavable(
-            f"line {outer.lineno}: the loop is inside {type(outer).__name__.lower()}, which cannot be entered in the middle",
-            hint="move the loop out of it, or save with mezzo.Session",
-        )
+        raise not_entered(outer, NotSavable)
 
 
 def _name_of(expression: ast.expr) -> str:
