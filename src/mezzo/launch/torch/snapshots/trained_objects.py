@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.guardrails.good_snapshots import newest_good
-from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.guardrails.remedies import apply_remedy, newest_good
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
