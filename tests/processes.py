@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mezzo.launch.ranks.ports import free_port
+from mezzo.launch.ranks.leading import free_port
 from paths import SCRIPTS
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from mezzo.measure.compare.margins import Margin, spread_of
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
-from mezzo.measure.compare.kinds import MetricGrid
-from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.quantities import MetricGrid, Quantity
 from mezzo.measure.compare.scales import Proportion
 
 ACCURACIES = (0.5, 0.9, 0.97, 0.99)

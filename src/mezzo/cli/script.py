@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -21,8 +22,8 @@ from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
-from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before
+from mezzo.errors import UsageError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.records.values import readable
 from mezzo.secrets import hidden
@@ -30,11 +31,13 @@ from mezzo.version import VERSION
 
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
-    from mezzo.launch.request import Request
+    from mezzo.launch.request import Request, StandIn
     from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.targets import Target
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
     from mezzo.report.commands import TypedScript as Typed
+
 
 R = TypeVar("R", bound="AnyRecord")
 
@@ -251,3 +254,47 @@ def run_and_finish(
             record = run(request)
         script.finish(record, folder, after_script=True)
     return record, stop
+
+
+# --- Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex ------------------------------
+
+_RUNS = "mezzo.compat.apex"
+
+
+def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
+    """Return the stand-in for a script that may need Apex, if Apex is not installed; None for any other script.
+
+    Raises:
+        UsageError: the script is to keep its own precision, and Apex's loss scale would be mistaken for part of the loss.
+    """
+    from mezzo.launch.frameworks import needs
+    from mezzo.launch.request import WITHOUT_AMP, StandIn
+    from mezzo.records import Reason
+
+    need = needs("apex", target.name, kind="module" if target.module else "script")
+    if need == "no" or _is_installed("apex"):
+        return None
+    if policy is None and need == "perhaps":  # it may run without Apex
+        return None
+    if policy is None:
+        alone = shlex.join(["python", "-m", _RUNS, *(["-m"] if target.module else []), target.name, *target.arguments])
+        instead = target._replace(typed=_under_fp16(target)).instead(target.name, module=target.module)
+        raise UsageError(
+            f"{target.name} imports apex, which is not installed; Mezzo can run it only under a policy that replaces apex.amp",
+            hint=f"type: {instead}, or, without a record: {alone}",
+        )
+    why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
+    return StandIn(module=_RUNS, options=(WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a package can be imported; a mere folder of that name, such as a cloned repository, has no origin."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def _under_fp16(target: Target) -> list[str]:
+    from mezzo.records import AS_IS
+
+    words = [word.replace(AS_IS, "fp16") for word in target.typed]
+    return words if words != list(target.typed) else [*words, "--policy", "fp16"]

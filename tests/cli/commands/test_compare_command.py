@@ -14,7 +14,6 @@ from rich.console import Console
 from forked_processes import forked_runs
 from helpers_compare import row_of, run
 from mezzo import cli
-from mezzo.cli import compare_runs
 from mezzo.cli.commands import compare as command
 from mezzo.cli.script import Script
 from mezzo.launch.request import Request
@@ -50,14 +49,14 @@ def test_a_run_may_take_so_long(
     request = Request(
         target="train.py", kind="script", policy="fp32", record_path=str(tmp_path / "r" / "record.json"), command=()
     )
-    compare_runs.run_all([request] * 4, timeout_s=timeout_s, engine=one_after_another)
+    command.run_all([request] * 4, timeout_s=timeout_s, engine=one_after_another)
     assert asked == limits
 
 
 def test_a_run_that_failed_says_nothing_of_how_long_others_may_take() -> None:
     failed = run_record("fp16", duration_s=1000.0, error="it was stopped", exit_code=137)
-    assert compare_runs.limit_s([failed]) is None
-    assert compare_runs.limit_s([failed, run_record("fp32", duration_s=40.0)]) == 800.0
+    assert command.limit_s([failed]) is None
+    assert command.limit_s([failed, run_record("fp32", duration_s=40.0)]) == 800.0
 
 
 def in_paddle(record: CompareRecord) -> CompareRecord:

@@ -21,7 +21,7 @@ import mezzo
 from helpers_apex import Small, clean
 from helpers_engine import spoil
 from mezzo import cli
-from mezzo.cli.standins import stand_in_for
+from mezzo.cli.script import stand_in_for
 from mezzo.compat.apex import amp, normalization, optimizers
 from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from mezzo.compat.apex.parallel.LARC import LARC
@@ -258,7 +258,7 @@ def test_a_missing_script_is_reported(tmp_path: Path) -> None:
 
 SCRIPTS = """
 import json, sys
-from mezzo.cli.standins import stand_in_for
+from mezzo.cli.script import stand_in_for
 from mezzo.launch import child
 from mezzo.launch.request import Request
 from mezzo.launch.targets import Target

@@ -17,7 +17,8 @@ from forked_processes import in_forks
 from mezzo.engine import checkpointing
 from mezzo.errors import UsageError
 from mezzo.measure.checkpointing.optimum import Costs
-from mezzo.measure.checkpointing.plan import CheckpointPlan, bytes_of_text, bytes_text
+from mezzo.measure.checkpointing.plan import CheckpointPlan
+from mezzo.measure.checkpointing.wanted import bytes_of_text, bytes_text
 
 WIDTH = 16
 

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from helpers_compare import judge, row_of, run, series, with_metric
-from mezzo.measure.compare.kinds import MetricGrid, grid_of, scale_of_metric
-from mezzo.measure.compare.quantities import Margin, Quantity, spread_errors, spread_of, unaveraged
+from mezzo.measure.compare.quantities import (
+    Margin,
+    MetricGrid,
+    Quantity,
+    grid_of,
+    scale_of_metric,
+    spread_errors,
+    spread_of,
+    unaveraged,
+)
 from mezzo.measure.compare.scales import Absolute, Proportion, Ratio, Scale
 from mezzo.measure.compare.verdicts import MAX_SEEDS, seeds_needed
 from mezzo.records import Metric

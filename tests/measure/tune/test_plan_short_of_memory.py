@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import record_builders as build
-from mezzo.measure.checkpointing.plan import bytes_text
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.tune.plan import short_of_memory
 from mezzo.records import Effective, Memory, OutOfMemory, RunRecord, Steps

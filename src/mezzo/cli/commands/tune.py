@@ -102,7 +102,7 @@ def tune(
     the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
     from mezzo.gpus import gpu_named
-    from mezzo.measure.checkpointing.plan import bytes_of_text
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
     from mezzo.measure.tune.configurations import grid
 
     time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
@@ -198,7 +198,7 @@ def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str 
 
 
 def _plans(text: str | None) -> list[str]:
-    from mezzo.measure.checkpointing.plan import check_wanted
+    from mezzo.measure.checkpointing.wanted import check_wanted
 
     return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 

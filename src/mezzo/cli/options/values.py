@@ -39,7 +39,7 @@ def _check_duration(text: str, option: str, example: str) -> None:
 
 
 def _check_size(text: str, option: str, example: str) -> None:
-    from mezzo.measure.checkpointing.plan import bytes_of_text
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
 
     try:
         bytes_of_text(text, option=option)
@@ -132,7 +132,7 @@ def _check_judged(text: str, option: str, example: str) -> None:
 
 
 def _check_plans(text: str, option: str, example: str) -> None:
-    from mezzo.measure.checkpointing.plan import NAMED, check_wanted
+    from mezzo.measure.checkpointing.wanted import NAMED, check_wanted
 
     for one in names_in(text) or [text]:
         try:

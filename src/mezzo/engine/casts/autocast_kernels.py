@@ -34,7 +34,7 @@ from torch import (  # torch's own, also where a launcher has replaced what a sc
     set_autocast_enabled,
 )
 
-from mezzo.engine.casts import compiling, registration
+from mezzo.engine.casts import registration
 from mezzo.engine.casts.half import HALF
 from mezzo.engine.casts.registration import Op
 from mezzo.engine.matrix_units.emulation import Emulation
@@ -85,7 +85,7 @@ class CastTable:
         self.number = _number_of(self)
         registration.register(device_type, self.rules, open_table, include_native=not keeps_kernels)
         if any(rule.emulation is not None for rule in self.rules.values()):
-            compiling.keep_roundings()
+            registration.keep_roundings()
 
     def rule(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CastRule | None:
         """Return the rule for a call of ``op``; None if it has none, and inside one of our kernels."""

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
 
 from mezzo.formats import FP32, STORED_BYTES
 from mezzo.frameworks.keras import dtype_policy_name
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
+from mezzo.observe.observer import ModuleTree
+from mezzo.observe.one_module import for_single_modules, same_random_numbers
+from mezzo.observe.ranges.off_regions import OffRegions
 from mezzo.policy import Policy
 
 _MIXED = "mixed_"  # prefix of the names of Keras' own mixed dtype policies
@@ -142,3 +149,151 @@ def _names(layer: Any) -> list[str]:
     path = importlib.import_module("keras.src.backend.common.name_scope").current_path()
     parts = [*(part for part in path.split("/") if part), layer.name]
     return [".".join(parts[k:]) for k in reversed(range(len(parts)))]
+
+
+# --- Paths of the layers of Keras models on PyTorch, for observers: the layers' names in Keras, below the outermost model -------
+
+
+class LayerTree(ModuleTree):
+    """The layers inside a model; a PyTorch module that a layer wraps is inside that layer."""
+
+    def title(self, root: nn.Module) -> str:
+        """Return the model's name in Keras."""
+        return str(root.name) if _is_layer(root) else super().title(root)
+
+    def modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every layer once, with its path."""
+        if not _is_layer(root):
+            yield from super().modules(root)
+            return
+        seen: set[int] = set()
+        for path, layer in [("", root), *inner_layers(root)]:
+            if id(layer) in seen:
+                continue
+            seen.add(id(layer))
+            yield path, layer
+            wrapped = layer.__dict__.get("_modules", {}).get("module")
+            if isinstance(wrapped, nn.Module) and not _is_layer(wrapped):
+                prefix = f"{path}." if path else ""
+                yield from (
+                    (f"{prefix}module.{below}".rstrip("."), module) for below, module in wrapped.named_modules()
+                )
+
+    def named(self, root: nn.Module) -> dict[str, nn.Module]:
+        """Return the layers inside ``root`` by path."""
+        return {path: layer for path, layer in self.modules(root) if path}
+
+    def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the values of a layer's own variables."""
+        if not _is_layer(module):
+            yield from super().parameters(module)
+            return
+        layer: Any = module
+        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            if isinstance(variable._value, nn.Parameter):
+                yield variable.name, variable._value
+
+    def keep_fp32(self, module: nn.Module, device_type: str) -> None:
+        """Give a layer, and the layers in it, Keras' dtype policy for FP32."""
+        if not _is_layer(module):
+            super().keep_fp32(module, device_type)
+            return
+        keep_fp32(module)
+
+
+def _is_layer(module: Any) -> bool:
+    return hasattr(module, "_flatten_layers")
+
+
+# --- Which values of a Keras model in FP32 a policy would lower: the outputs of all layers whose dtype the script leaves open ---
+
+
+class JudgedLayers:
+    """The formats that values would have, if each layer computes in that of its dtype policy (``listed_formats.JudgedFormats``)."""
+
+    def __init__(
+        self, policy: Policy, own_dtypes: Container[nn.Module], tree: ModuleTree, roots: Iterable[nn.Module]
+    ) -> None:
+        """Judge ``policy``.
+
+        Args:
+            policy: the policy.
+            own_dtypes: the layers whose dtype the script sets.
+            tree: finds the layers of a model.
+            roots: the models.
+        """
+        self._lowers, self._own_dtypes, self._tree, self._roots = policy.lowers, own_dtypes, tree, roots
+        self.off = OffRegions()
+        self._wide: set[int] | None = None
+
+    def forget(self) -> None:
+        """Read the layers' parameters again."""
+        self._wide = None
+
+    def is_wide(self, tensor: Tensor, module: nn.Module) -> bool:
+        """Return whether ``module``'s output stays in FP32: the script sets the layer's dtype."""
+        return module in self._own_dtypes
+
+    def gradient_is_wide(self, parameter: Tensor) -> bool:
+        """Return whether the parameter's layer stays in FP32."""
+        if self._wide is None:
+            wide = [m for root in self._roots for _, m in self._tree.modules(root) if m in self._own_dtypes]
+            self._wide = {id(p) for module in wide for _, p in self._tree.parameters(module)}
+        return id(parameter) in self._wide
+
+
+# --- Run one Keras layer on its own under the dtype policy of a policy, without changing the layer ------------------------------
+
+
+class OneLayer:
+    """How a single layer runs (``mezzo.observe.one_module.OneModule``)."""
+
+    def __init__(self, policy: Policy, tree: ModuleTree, returned: dict[int, torch.dtype]) -> None:
+        self._name = dtype_policy_name(for_single_modules(policy))
+        self._tree, self._returned = tree, returned
+
+    def weights(self, module: nn.Module) -> list[Tensor]:
+        """Return the trained parameters in ``module``."""
+        parameters = (p for _, m in self._tree.modules(module) for _, p in self._tree.parameters(m))
+        return [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
+
+    @contextmanager
+    def unchanged(self, module: nn.Module) -> Iterator[None]:
+        """Run with copies of the variables that a call changes: running statistics, and the state of seed generators."""
+        variables = [v for v in getattr(module, "variables", []) if not v.trainable and v._value is not None]
+        original = [(variable, variable._value) for variable in variables]
+        try:
+            for variable, value in original:
+                variable._value = nn.Parameter(value.detach().clone(), requires_grad=False)
+            with same_random_numbers():
+                yield
+        finally:
+            for variable, value in original:
+                variable._value = value
+
+    @contextmanager
+    def lowered(self, module: nn.Module, *, inner: torch.dtype | None) -> Iterator[None]:
+        """Give the layer the policy's dtype policy; the layers inside keep FP32 and return ``inner``."""
+        import keras
+
+        if not isinstance(module, keras.Layer):
+            raise TypeError(f"{type(module).__name__} is a module of PyTorch, which Keras does not cast")
+        before = module._dtype_policy
+        inside = [id(layer) for _, layer in self._tree.modules(module) if layer is not module]
+        try:
+            module._dtype_policy = keras.DTypePolicy(self._name)
+            if inner is not None:
+                self._returned.update(dict.fromkeys(inside, inner))
+            yield
+        finally:
+            module._dtype_policy = before
+            for identity in inside:
+                self._returned.pop(identity, None)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return an empty context: layers cast by themselves."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()

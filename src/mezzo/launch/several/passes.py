@@ -19,21 +19,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.frameworks.paddle_lines import in_paddle
+from mezzo.launch.frameworks import own_sources
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.several.caller import caller_of
 from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
-from mezzo.observe.nonfinite.where import where_to_write
+from mezzo.observe.nonfinite.where import Caller, where_to_write
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges
+from mezzo.patching.outcome import Unclear
+from mezzo.patching.reading import ScriptFacts
+from mezzo.patching.styles import frameworks, own_amp
+from mezzo.patching.text import Text
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
@@ -270,3 +274,24 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     settings = DiagnoseSettings(steps=steps, changes=offer.changes)
     policy = offer.policy or runs[0].policy
     return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)
+
+
+# --- Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library. Imports no torch ---
+
+_LIBRARIES: tuple[Caller, ...] = ("lightning", "fabric", "accelerate", "transformers")
+
+
+def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
+    """Return what trains in a script and the files next to it."""
+    callers: set[Caller] = set()
+    for source in own_sources(target, kind=kind):
+        try:
+            script = ScriptFacts(Text(source))
+            trainer = frameworks.trainer_of(script)
+        except (SyntaxError, ValueError, RecursionError, Unclear):  # a library's arguments come from the command line
+            continue
+        callers |= {library for library in _LIBRARIES if trainer is not None and trainer.kind == library}
+        callers |= {"session"} if script.uses("mezzo.Session") else set()
+        callers |= {"own_amp"} if own_amp.is_there(script) else set()
+    order: tuple[Caller, ...] = (*_LIBRARIES, "session", "own_amp")
+    return next((caller for caller in order if caller in callers), "loop")

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from mezzo.launch.request import Request
 from mezzo.launch.request_parts import TraceRequest
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.compared_runs import named_arguments
-from mezzo.launch.several.work_copies import copy_folder
 from mezzo.measure.resumption.judgement import Judgement, Runs, judged
 from mezzo.measure.resumption.trace import RunTrace, Written, read_trace
 from mezzo.records import FileRead, RunRecord
@@ -213,3 +212,53 @@ def _contains_state(path: str) -> bool:
     except OSError:
         return False
     return head.startswith(_MAGIC) or head[8:9] == b"{"  # safetensors: JSON after eight bytes for its length
+
+
+# --- Copies of the folder that a command was typed in, so that each run writes its own files. Imports no torch ------------------
+
+MOST_BYTES = 2 * 10**9
+_LEFT_OUT = ("runs", "wandb", "mlruns", "__pycache__", "node_modules", "site-packages")
+
+
+def copy_folder(source: Path, place: Path, *, without: Path) -> Path:
+    """Copy a folder to ``place`` and return ``place``; hidden folders, environments, results of runs and ``without`` are left out.
+
+    Links to folders stay links: their targets are not copied.
+
+    Raises:
+        ScriptError: there is too much to copy.
+    """
+    files, total = [], 0
+    for file in _files(source, without.resolve()):
+        total += file.stat().st_size
+        files.append(file)
+        if total > MOST_BYTES:
+            raise ScriptError(
+                f"{source} has more than {MOST_BYTES / 1e9:g} GB, and the script would run in copies of it",
+                hint="write {run} into the script's arguments where they name the folder of its checkpoints, "
+                "as in --output {run}: then nothing is copied",
+            )
+    for file in files:
+        target = place / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_symlink():
+            target.symlink_to(file.resolve())
+        else:
+            shutil.copy2(file, target)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _files(source: Path, without: Path) -> Iterator[Path]:
+    """Yield the files in a folder, and the links to folders."""
+    for folder, inner, names in os.walk(source):
+        here = Path(folder)
+        links = [name for name in inner if (here / name).is_symlink()]
+        inner[:] = [name for name in inner if name not in links and not _is_left_out(here / name, without)]
+        yield from (here / name for name in links)
+        yield from (here / name for name in names if (here / name).is_file())
+
+
+def _is_left_out(folder: Path, without: Path) -> bool:
+    name = folder.name
+    return name.startswith(".") or name in _LEFT_OUT or (folder / "pyvenv.cfg").exists() or folder.resolve() == without

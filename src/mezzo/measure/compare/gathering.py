@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mezzo.measure.compare.kinds import grid_of, scale_of_metric
 from mezzo.measure.compare.pairing import Pair, final, last_metric, losses_of
-from mezzo.measure.compare.quantities import Margin, Quantity, spread_of
+from mezzo.measure.compare.quantities import Margin, Quantity, grid_of, scale_of_metric, spread_of
 from mezzo.measure.compare.scales import Absolute, Ratio, Scale
 from mezzo.measure.compare.trends import Learning
 from mezzo.records import Metric, RunRecord

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
-from mezzo.measure.checkpointing.plan import bytes_text
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibration.calibrate import calibration_of
 from mezzo.measure.predict.memory.of_tape import predict_memory
 from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mezzo.formats import FP32
-from mezzo.measure.checkpointing.plan import bytes_text
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.compare.costs import why_unlike
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.tune.configurations import Configuration

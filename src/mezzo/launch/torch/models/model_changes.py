@@ -20,8 +20,9 @@ from mezzo.engine.casts.conversion import OwnForward
 from mezzo.errors import ScriptError
 from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.torch.state import Run
-from mezzo.measure.checkpointing.plan import CheckpointPlan, bytes_text, plan_for
+from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.records import CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, Reason
 
 _IMAGE_DIMENSIONS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.gpus import GPUS
-from mezzo.measure.gain import StepWork, bound
+from mezzo.measure.check.worth import StepWork, bound
 
 A100, V100 = GPUS["a100-80gb"], GPUS["v100-16gb"]
 TERA = 10**12

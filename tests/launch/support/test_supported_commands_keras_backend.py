@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.support.keras_backend import backend_of
+from mezzo.launch.support.supported_commands import backend_of
 
 SET = "import os\nos.environ['KERAS_BACKEND'] = {}\n"
 CASES = [

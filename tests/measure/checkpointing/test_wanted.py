@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.errors import UsageError
-from mezzo.measure.checkpointing.plan import check_wanted, is_plan
+from mezzo.measure.checkpointing.wanted import check_wanted, is_plan
 
 
 @pytest.mark.parametrize("text", ["full", " every-3 ", "selective", "12GiB", "800 MB", "2.5gb"])

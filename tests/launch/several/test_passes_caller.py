@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.several.caller import caller_of
+from mezzo.launch.several.passes import caller_of
 from mezzo.observe.nonfinite.where import Caller
 from paths import SCRIPTS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.memory_settings import OPTIMIZER, memory_settings
+from mezzo.launch.torch.out_of_memory import OPTIMIZER, memory_settings
 
 MIB = 2**20
 

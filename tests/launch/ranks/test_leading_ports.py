@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.ranks import ports
-from mezzo.launch.ranks.ports import free_port
+from mezzo.launch.ranks import leading
+from mezzo.launch.ranks.leading import free_port
 
 
 def test_it_is_below_those_of_outgoing_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tmp_path / "range"
     given.write_text("20000\t60999\n")
-    monkeypatch.setattr(ports, "_RANGE", given)
+    monkeypatch.setattr(leading, "_RANGE", given)
     assert all(10_240 <= free_port() < 20_000 for _ in range(50))
 
 
@@ -25,7 +25,7 @@ def test_where_the_system_does_not_say_its_range_the_usual_one_counts(
 ) -> None:
     if text is not None:
         (tmp_path / "range").write_text(text)
-    monkeypatch.setattr(ports, "_RANGE", tmp_path / "range")
+    monkeypatch.setattr(leading, "_RANGE", tmp_path / "range")
     assert 10_240 <= free_port() < 32_768
 
 
@@ -43,5 +43,5 @@ def test_where_connections_may_have_any_port_the_system_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "range").write_text("1024 65535")
-    monkeypatch.setattr(ports, "_RANGE", tmp_path / "range")
+    monkeypatch.setattr(leading, "_RANGE", tmp_path / "range")
     assert free_port() >= 1024

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.ranks.differences import differences
+from mezzo.launch.ranks.merged import differences
 from mezzo.records import RankRun
 
 
