@@ -17,9 +17,10 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli import results
-from mezzo.cli.options.folders import new_folder
+from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
+from mezzo.errors import UsageError
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import variables_that_matter
 from mezzo.policy import Policy
@@ -257,6 +258,30 @@ def test_a_record_of_somebody_else_is_not_overwritten(out: Path, text: str) -> N
     out.mkdir()
     (out / "record.json").write_bytes(text.encode(errors="surrogateescape"))
     assert new_folder(out, "train") == out.with_name("out-2")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from mezzo.cli.options.folders import resumed_folder
+resumed_folder(Path(sys.argv[1]), out=None)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_resumed_by_one_command_at_a_time(out: Path) -> None:
+    out.mkdir()
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match="is being written to by another command; allowed: one command per folder"):
+            resumed_folder(out, out=None)
+        first.kill()
+    assert resumed_folder(out, out=None) == out
 
 
 def test_new_folders_have_names_of_their_own(out: Path) -> None:

@@ -59,7 +59,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether every number is finite; waits for the device."""
     # A sum is finite only if all numbers are: one kernel, and it writes nothing. If it is not, its own range may have been too
     # narrow. 0 times infinity is NaN. On a CPU torch's isfinite takes ten times as long.
-    dense = _dense(tensor).detach()
+    dense = _dense(tensor)
+    dense = dense.detach() if dense.requires_grad else dense
     return cmath.isfinite(dense.sum().item()) or not bool((dense * 0).sum())
 
 

@@ -69,6 +69,7 @@ from mezzo.observe.tracer import Flags
 T = TypeVar("T")
 
 _INFINITE = (float("inf"), float("-inf"))
+_ENDS = tuple(RangeEnd)
 _MATERIAL = 2.0**-10
 """Share of a result's norm that may become 0 in one operation: hundreds in a row still lose less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
@@ -351,7 +352,7 @@ class InfinityTracer(PlacingTracer):
         bad = {id(t) for t in bad_results}
         self._forget_taint(t for t in results if id(t) not in bad)
         new[RangeEnd.BELOW] = self._vanished(index, operation, outputs, local)
-        for end in RangeEnd:
+        for end in _ENDS:
             found = beyond if end is RangeEnd.ABOVE and beyond is not None else local
             self._keep_true(end, operation, outputs, found, true, new.get(end, ()))
         if bad_operands and not bad_results and results:

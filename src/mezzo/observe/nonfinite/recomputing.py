@@ -28,7 +28,8 @@ _KEEP_MAGNITUDE = frozenset(
 )
 """Operations that return no value smaller than those that they read, except zeros that FP32 has as well."""
 _WRITES: dict[int, bool] = {}
-"""By the identity of an operation, which lives as long as the process."""
+_DRAWS: dict[int, bool] = {}
+"""By the identity of an operation, which lives as long as the process: torch builds both answers anew each time."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never recomputed."""
 
@@ -49,7 +50,7 @@ def wait_for_exchange(func: Any, result: Any) -> None:
 
 def writes(func: Any) -> bool:
     """Return whether an operation writes into an argument."""
-    known = _WRITES.get(id(func))  # torch builds the answer anew each time, and hashing an operation is a Python call
+    known = _WRITES.get(id(func))  # hashing the operation itself is a Python call
     if known is None:
         known = _WRITES[id(func)] = bool(func._schema.is_mutable)
     return known
@@ -164,7 +165,10 @@ class Recomputable:
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.func.tags
+        known = _DRAWS.get(id(self.func))
+        if known is None:
+            known = _DRAWS[id(self.func)] = torch.Tag.nondeterministic_seeded in self.func.tags
+        return known
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Return its results."""

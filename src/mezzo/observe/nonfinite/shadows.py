@@ -36,6 +36,7 @@ T = TypeVar("T")
 _SAME = {BF16.dtype: 4 * BF16.eps}
 _SAME_ELSEWHERE = 4 * FP16.eps
 _SWEEP = 256
+_LOSE_ABOVE, _LOSES_BELOW = (*HALF, FP32.dtype), FP16.dtype
 
 
 class RangeEnd(enum.Enum):
@@ -46,7 +47,7 @@ class RangeEnd(enum.Enum):
 
     def loses(self, dtype: torch.dtype) -> bool:
         """Return whether values of a format are tracked at this end; at the lower end only those of FP16, whose range is that narrow."""
-        return dtype in (*HALF, FP32.dtype) if self is RangeEnd.ABOVE else dtype is FP16.dtype
+        return dtype in _LOSE_ABOVE if self is RangeEnd.ABOVE else dtype is _LOSES_BELOW
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
         """Return a mask of the elements in which ``narrow`` lost the value of ``wide``."""

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves
+from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves, unobserved
 from mezzo.observe.observer import Update
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ class LeftOutUpdates:
         if not reached or (self._proven and not self.drops):
             return
         gradients = [_gradient(leaf) for leaf in reached]
-        if not bool(not_finite(total_norm(gradients))):
-            return
-        finite = finite_each(gradients).tolist()
+        with unobserved():
+            if not bool(not_finite(total_norm(gradients))):
+                return
+            finite = finite_each(gradients).tolist()
         overflowed = [leaf for leaf, is_finite in zip(reached, finite, strict=True) if not is_finite] or reached
         self._overflowed.setdefault(self._place, {}).update({id(leaf): ref(leaf) for leaf in overflowed})
 

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mezzo.engine.gradients import all_finite, set_aside, total_norm
+from mezzo.engine.gradients import all_finite, set_aside, total_norm, unobserved
 from mezzo.engine.processes.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
@@ -303,7 +303,8 @@ def _norm(optimizer: Optimizer) -> Tensor | None:
     if not gradients:
         return None
     shared = True in [type(g) is not Tensor and is_shared(g) for g in gradients]
-    norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
+    with unobserved():
+        norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
     scale = getattr(optimizer, "grad_scale", None)
     return norm if scale is None else norm / scale
 
