@@ -238,6 +238,32 @@ def test_no_modules_import_each_other_in_a_ring() -> None:
     assert import_cycle(SOURCES) == []
 
 
+SHORT = 150
+MOST_SATELLITES = 20
+"""What may stay apart: parts that do without torch where their neighbour cannot, and parts of neighbours that are long."""
+
+
+def satellites(sources: dict[str, str]) -> list[str]:
+    """Return short files that only one file imports, in the same folder: each is a part of that file with a header of its own."""
+    modules = {module_of(path) for path in sources}
+    importers: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        for found in imports_of(source, path, modules):
+            if found.target != module_of(path):
+                importers.setdefault(found.target, set()).add(path)
+    short = [path for path, source in sources.items() if source.count("\n") < SHORT]
+    parts = [path for path in short if path.rpartition("/")[2] not in ("__init__.py", "__main__.py")]
+    users = {path: importers.get(module_of(path), set()) for path in parts}
+    folder = {path: path.rpartition("/")[0] for path in sources}
+    return sorted(
+        path for path, by in users.items() if {folder[user] for user in by} == {folder[path]} and len(by) == 1
+    )
+
+
+def test_few_files_are_parts_of_a_neighbour() -> None:
+    assert len(found := satellites(SOURCES)) <= MOST_SATELLITES, found
+
+
 WINGS_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
 MAY_IMPORT_WINGS = {"launch.keras": "torch"}  # Keras trains on torch, too
 
@@ -762,6 +788,18 @@ def test_a_class_name_with_two_meanings_is_found() -> None:
     assert named_twice("report/tracking/a.py", "report/a.py")
     assert not named_twice("launch/torch/a.py", "launch/keras/a.py", "observe/a.py")
     assert not named_twice("report/tracking/wandb.py", "report/tracking/mlflow.py")
+
+
+def test_a_part_of_a_neighbour_is_found() -> None:
+    sources = {
+        "engine/session.py": "from mezzo.engine import window\nfrom mezzo.engine.scaling import Scale\n",
+        "engine/window.py": "",
+        "engine/scaling.py": "\n" * SHORT,
+        "engine/state.py": "from mezzo.engine import casts\n",
+        "engine/casts.py": "",
+        "report/text.py": "def show():\n    from mezzo.engine.casts import cast\n",
+    }
+    assert satellites(sources) == ["engine/window.py"]
 
 
 def test_a_test_that_mirrors_nothing_is_found() -> None:

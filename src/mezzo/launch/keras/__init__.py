@@ -5,6 +5,8 @@ Keras is patched as soon as the script has imported it, on the backend that the 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,9 +16,7 @@ from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
 from mezzo.launch.frameworks import Watching
 from mezzo.launch.import_hooks import after_import
-from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
-from mezzo.launch.keras.several_workers import refuse_several_workers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
@@ -33,6 +33,7 @@ from mezzo.records import Effective, Environment, Memory, OutOfMemory, Reason, S
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
+
 
 _BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -58,7 +59,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
         if seed is not None:
             shift_python(seed, patches)
             after_import("torch", lambda: shift_torch(seed, patches), patches)
-            after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
+            after_import("tensorflow", lambda: shift_tensorflow(seed, patches), patches)
         after_import("tensorflow", lambda: refuse_several_workers(patches), patches)
         after_import("keras", lambda: _install(run, seed, observe, patches), patches)
         yield KerasTraining(run)
@@ -75,7 +76,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     if observe is not None:
         _observe(run, observe, keras.backend.backend())
     if seed is not None:
-        seeds.shift_keras(seed, patches)
+        shift_keras(seed, patches)
     run.backend = _backend_of(keras.backend.backend(), run)
     layers = Layers(run, run.backend)
     layers.install(patches)
@@ -223,3 +224,69 @@ class KerasTraining(WithoutPyTorch):
 
 def _num_bytes(variables: Iterable[Any]) -> int:
     return sum(num_bytes(v.shape, v.dtype) for v in variables)
+
+
+# --- Shift the seeds that a Keras script sets, in addition to those of ``launch.seeds`` -----------------------------------------
+
+# ``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend by functions each of which is shifted. This
+# module adds ``tf.random.set_seed``, and the integers that a script passes as ``seed`` to a layer, an initializer or a
+# function of ``keras.random``. If a script passes no seed, Keras draws one from Python's generator, which is shifted.
+
+
+def shift_tensorflow(seed: int, patches: Patches) -> None:
+    """Seed TensorFlow with ``seed``, and add it to every seed set until ``patches`` are undone."""
+    import tensorflow as tf
+
+    tf.random.set_seed(seed)
+    patches.around(tf.random, "set_seed", functools.partial(_shifted, seed))
+
+
+def shift_keras(seed: int, patches: Patches) -> None:
+    """Add ``seed`` to the integer seeds of Keras' random tensors until ``patches`` are undone."""
+    import keras
+
+    generator = importlib.import_module("keras.src.random.seed_generator").SeedGenerator
+    patches.around(generator, "__init__", functools.partial(_shifted_generator, seed))
+    for module in ("random", "image"):
+        users = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}.{module}")
+        patches.around(users, "draw_seed", functools.partial(_shifted, seed))
+
+
+def _shifted(by: int, original: Callable[..., Any], seed: Any) -> Any:
+    return original(seed + by if isinstance(seed, int) else seed)
+
+
+def _shifted_generator(
+    by: int, original: Callable[..., Any], self: Any, seed: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    original(self, seed + by if isinstance(seed, int) else seed, *args, **kwargs)
+
+
+# --- Refuse the strategies of TensorFlow that train in several processes: each command would record its own process, into one folder ---
+
+_IN_PROCESSES = ("MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+
+
+def refuse_several_workers(patches: Patches) -> None:
+    """Refuse clusters of more than one process until ``patches`` are undone; call it after TensorFlow's import."""
+    import tensorflow as tf
+
+    for name in _IN_PROCESSES:
+        patches.around(getattr(tf.distribute, name), "__init__", functools.partial(_alone, name))
+
+
+def _alone(
+    name: str, original: Callable[..., None], self: Any, cluster_resolver: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Make a strategy whose cluster, by default that of TF_CONFIG, is one process."""
+    import tensorflow as tf
+
+    resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    cluster = resolver.cluster_spec()
+    size = sum(cluster.num_tasks(job) for job in cluster.jobs)
+    if size > 1:
+        raise ScriptError(
+            f"{name} trains in {size} processes, each with a mezzo command of its own; allowed: strategies of one process",
+            hint="use tf.distribute.MirroredStrategy, or unset TF_CONFIG to train in one process",
+        )
+    original(self, cluster_resolver, *args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.measure.checkpointing.attributes import Attributes
+from mezzo.measure.checkpointing.trace import Attributes
 
 
 class Holder(nn.Module):
