@@ -6,10 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from mezzo.measure.watch.waits import Waits
-
 from benchmarks.harness import report
-from mezzo.measure.watch.host import HostSamples
+from mezzo.measure.watch.host import HostSamples, Waits
 
 _CALLS, _ROUNDS = 20_000, 9
 _SAMPLES_A_SECOND = 10

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from mezzo.measure.compare.margins import Margin
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
-from mezzo.measure.compare.quantities import Flags, PairStatistics, Quantity
+from mezzo.measure.compare.quantities import Flags, Margin, PairStatistics, Quantity
 from mezzo.measure.compare.scales import Absolute
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 2.0, 5.0)

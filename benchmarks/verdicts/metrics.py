@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from mezzo.measure.compare.margins import Margin, spread_of
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
-from mezzo.measure.compare.quantities import MetricGrid, Quantity
+from mezzo.measure.compare.quantities import Margin, MetricGrid, Quantity, spread_of
 from mezzo.measure.compare.scales import Proportion
 
 ACCURACIES = (0.5, 0.9, 0.97, 0.99)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from mezzo.measure.compare.margins import Margin
 
 from benchmarks.verdicts.rates import Rate
-from mezzo.measure.compare.quantities import Quantity
+from mezzo.measure.compare.quantities import Margin, Quantity
 from mezzo.measure.compare.scales import Absolute
 from mezzo.measure.compare.verdicts import DECIDED_SHARE, seeds_needed
 

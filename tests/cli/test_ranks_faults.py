@@ -236,7 +236,12 @@ UNEQUAL: list[tuple[str, str, Callable[[list[str]], list[str]], str]] = [
         lambda words: ["other" if word == "out" else word for word in words],
         "other, where rank 0 has out;",
     ),
-    ("script", "compare", lambda words: [*words[:-1], "nowhere.py"], "nowhere.py, where rank 0 has .*faulty_rank.py;"),
+    (
+        "script",
+        "compare",
+        lambda words: [*words[:-1], "nowhere.py"],
+        "nowhere.py, where rank 0 has .*faulty_rank.py'?;",
+    ),
     ("torch", "run", lambda words: ["-c", OTHER_TORCH, *words[2:]], r"torch 2\.0\.0, where rank 0 has "),
 ]
 

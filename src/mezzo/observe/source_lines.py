@@ -38,7 +38,7 @@ _ENGINE = (
     *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/fp8_", "kernels"),
     *("optimizers/one_pass", "optimizers/adamw_and_sgd"),
 )
-_APEX = ("optimizers", "amp/optimizers", "amp/function_mode", "amp/casts")
+_APEX = ("optimizers", "amp/optimizers", "amp/casts")
 _POLICY = (
     *(str(Path(_MEZZO, "engine", name)) for name in _ENGINE),
     *(str(Path(_MEZZO, "compat", "apex", name)) for name in _APEX),
