@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.devices import has_fp64
 from mezzo.formats import FP32
@@ -76,11 +74,6 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         norms = [n.to(norms[0].device) for n in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
-
-
-def unobserved() -> AbstractContextManager[None]:
-    """Return a context whose operations observers do not see: for numbers that nothing of the training is computed from."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -19,8 +19,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves, unobserved
+from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves
 from mezzo.observe.observer import Update
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class LeftOutUpdates:
         run = self._run
         if run.in_closure:
             return
+        if torch._C._len_torch_dispatch_stack():  # observers: nothing of the training is computed from these numbers
+            with _disable_current_modes():
+                self.pass_ended(leaves)
+            return
         reached = [leaf for leaf in leaves if type(leaf.grad) is Tensor]
         plain = next((leaf for leaf in reached if leaf.grad is not None and leaf.grad.layout is torch.strided), None)
         self._sample = None
@@ -74,10 +79,9 @@ class LeftOutUpdates:
         if not reached or (self._proven and not self.drops):
             return
         gradients = [_gradient(leaf) for leaf in reached]
-        with unobserved():
-            if not bool(not_finite(total_norm(gradients))):
-                return
-            finite = finite_each(gradients).tolist()
+        if not bool(not_finite(total_norm(gradients))):
+            return
+        finite = finite_each(gradients).tolist()
         overflowed = [leaf for leaf, is_finite in zip(reached, finite, strict=True) if not is_finite] or reached
         self._overflowed.setdefault(self._place, {}).update({id(leaf): ref(leaf) for leaf in overflowed})
 

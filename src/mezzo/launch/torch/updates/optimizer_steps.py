@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
-from mezzo.engine.gradients import all_finite, set_aside, total_norm, unobserved
+from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.engine.processes.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
@@ -299,12 +300,14 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 
 def _norm(optimizer: Optimizer) -> Tensor | None:
     """Return the norm of an optimizer's gradients, unscaled if a fused optimizer is to unscale them itself."""
+    if torch._C._len_torch_dispatch_stack():  # observers: nothing of the training is computed from the norm
+        with _disable_current_modes():
+            return _norm(optimizer)
     gradients = _gradients(optimizer)
     if not gradients:
         return None
     shared = True in [type(g) is not Tensor and is_shared(g) for g in gradients]
-    with unobserved():
-        norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
+    norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
     scale = getattr(optimizer, "grad_scale", None)
     return norm if scale is None else norm / scale
 
