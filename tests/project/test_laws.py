@@ -264,6 +264,21 @@ def test_few_files_are_parts_of_a_neighbour() -> None:
     assert len(found := satellites(SOURCES)) <= MOST_SATELLITES, found
 
 
+def defined_too_late(sources: dict[str, str]) -> list[str]:
+    """Return files that begin to run as a program before all of them is defined."""
+    bodies = {path: tree_of(source).body for path, source in sources.items()}
+    return [
+        path
+        for path, body in bodies.items()
+        if any("__main__" in ast.unparse(node)[:30] for node in body[:-1] if isinstance(node, ast.If))
+    ]
+
+
+def test_a_program_begins_at_the_end_of_its_file() -> None:
+    assert defined_too_late({"a.py": 'if __name__ == "__main__":\n    main()\n\n\ndef main(): ...\n'}) == ["a.py"]
+    assert defined_too_late(SOURCES) == []
+
+
 WINGS_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
 MAY_IMPORT_WINGS = {"launch.keras": "torch"}  # Keras trains on torch, too
 

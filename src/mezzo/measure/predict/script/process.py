@@ -221,10 +221,6 @@ def _is_below(file: str, folder: str) -> bool:
     return os.path.realpath(file).startswith(folder) and "site-packages" not in file
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 # --- The files that a traced script reads: its own modules and its configuration. One of them can be served with other numbers ---
 
 _CONFIGURATION = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf")
@@ -312,3 +308,7 @@ def _is_configuration(path: str) -> bool:
         return os.path.getsize(path) <= _MOST_BYTES
     except OSError:
         return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
