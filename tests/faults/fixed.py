@@ -159,6 +159,7 @@ FIXED = {
     "cast_loss": Fixed(LINE, (("(model(x).half() - y.half())", "(model(x).half().float() - y.half().float())"),)),
     "cast_softmax_by_hand": Fixed(LINE, (("(h.exp() / h.exp()", "(h.float().exp() / h.float().exp()"),)),
     "scale_static_by_hand": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
+    "scale_static_replaced": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
     "scale_static_zeroed": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
     "scale_clipped_away": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
     "range_beside_a_percentage": Fixed(BF16, (TO_BF16,)),

@@ -132,7 +132,11 @@ def update_normalized_by_hand():
 # --- loss scales ---------------------------------------------------------------------------------
 
 
-def own_static(scale, *, change=lambda parameters: None):
+def divide(parameter, by):
+    parameter.grad.div_(by)
+
+
+def own_static(scale, *, undo=divide, change=lambda parameters: None):
     """Train with large gradients under the script's own autocast, with a loss scale that never changes."""
     model = net(torch.tanh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -143,7 +147,7 @@ def own_static(scale, *, change=lambda parameters: None):
         optimizer.zero_grad()
         (F.mse_loss(out.float(), y) * 50 * scale).backward()
         for p in model.parameters():
-            p.grad.div_(scale)
+            undo(p, scale)
         change(list(model.parameters()))
         optimizer.step()
 
@@ -155,6 +159,16 @@ def zero_nans(parameters):
 
 def scale_static_by_hand():
     own_static(SCALE)
+
+
+def replace_twice(parameter, by):
+    parameter.grad = parameter.grad / 2
+    parameter.grad = parameter.grad / by * 2
+
+
+def scale_static_replaced():
+    """The number that undoes the scale divides a gradient that has replaced the first one."""
+    own_static(SCALE, undo=replace_twice)
 
 
 def scale_static_zeroed():

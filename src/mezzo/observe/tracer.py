@@ -243,10 +243,10 @@ class Tracer(TorchDispatchMode):
         kind = self._kinds.get(id(func))
         return (self._classify(func) if kind is None else kind) == _SILENT
 
-    def multiplies(self, func: Any) -> bool:
-        """Return whether an operation is a product, whose FLOPs are counted, or a cast."""
+    def is_plain(self, func: Any) -> bool:
+        """Return whether nothing but the operation itself is recorded: it is neither a product nor a cast."""
         kind = self._kinds.get(id(func))
-        return (self._classify(func) if kind is None else kind) > _PLAIN
+        return (self._classify(func) if kind is None else kind) <= _PLAIN
 
     def _classify(self, func: Any) -> int:
         name, kind = func.overloadpacket.__name__, _PLAIN

@@ -198,6 +198,7 @@ BY_FAMILY = [
     InFamily("cast_loss", RANGE, "(script)", "pow", "forward", 1, ".pow(2)", "autocast(x.device.type, enabled=False)"),
     InFamily("cast_softmax_by_hand", RANGE, "(script)", "log", "forward", 1, ".log()", "enabled=False"),
     InFamily("scale_static_by_hand", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
+    InFamily("scale_static_replaced", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_static_zeroed", SILENT, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_clipped_away", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("range_beside_a_percentage", RANGE, "(script)", "to", "backward", 1, "float()", "bfloat16", AS_IS),

@@ -141,7 +141,7 @@ def _median(numbers: Sequence[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-# --- Where the processes of a run differ, although they should not. Pure functions; imports no torch ----------------------------
+# --- Where the processes of a run differ, although they should not. Pure functions ----------------------------------------------
 
 _SLOWER, _LARGER = 1.5, 1.25
 """Least ratio between the ranks' CPU times per step, and between their memory, that is worth a line."""

@@ -276,7 +276,7 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)
 
 
-# --- Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library. Imports no torch ---
+# --- Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library ------------
 
 _LIBRARIES: tuple[Caller, ...] = ("lightning", "fabric", "accelerate", "transformers")
 

@@ -87,7 +87,7 @@ def stand_out(local: Sequence[LocalError], tolerance: float, *, inside: Collecti
     )
 
 
-# --- Find the operations to keep in FP32 wherever they run, if no set of modules helps. Imports no torch ------------------------
+# --- Find the operations to keep in FP32 wherever they run, if no set of modules helps ------------------------------------------
 
 _LIKELY = ("mul", "einsum", "add", "div", "bmm", "baddbmm", "mean", "sqrt", "var")
 """Operations that models use between their modules: tried first."""

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import has_fp64
+from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.matrix_units.emulation import running
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
@@ -114,7 +115,7 @@ class InfinityTracer(PlacingTracer):
         self.in_update = False
         """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
         self._storages_of_weights: frozenset[int] = frozenset()
-        self._storages_of_gradients: frozenset[int] = frozenset()
+        self._storages_of_gradients: set[int] = set()
         """Found once a step and once an update: a model may have thousands, and each may be asked about."""
         self.narrow = False
         """Whether an operation read or returned 16-bit values."""
@@ -171,18 +172,22 @@ class InfinityTracer(PlacingTracer):
         return None if factor is None or self._scale() != 1 else factor
 
     def _note_numbers(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        gradients = self._gradients_among(args[:1]) if self.in_update else []
+        if gradients and not recomputing.writes(func):  # the script may put the result in the place of the gradient
+            sizes = {t.numel() for t in gradients}
+            self._storages_of_gradients |= {storage_of(t) for t in flat_tensors((result,)) if t.numel() in sizes}
         if func.overloadpacket.__name__.strip("_") not in _SCALES:
             return
         numbers = [float(x) for x in tree_leaves(tuple(args)) if type(x) in (int, float) and x]
-        if self.in_update and numbers and self._is_gradient(args[0]):
+        if gradients:
             self._undone.update(dict.fromkeys(n for x in numbers for n in (x, 1 / x)))
         elif not self.in_update and isinstance(result, Tensor) and result.numel() == 1:
             self._factors.update(dict.fromkeys(x for x in numbers if _LEAST_SCALE <= x < math.inf))
 
-    def _is_gradient(self, operand: Any) -> bool:
+    def _gradients_among(self, values: Sequence[Any]) -> list[Tensor]:
         if not self._storages_of_gradients:
-            self._storages_of_gradients = frozenset(storage_of(p.grad) for p in self._weights() if p.grad is not None)
-        return any(storage_of(t) in self._storages_of_gradients for t in tree_leaves(operand) if isinstance(t, Tensor))
+            self._storages_of_gradients = {storage_of(p.grad) for p in self._weights() if p.grad is not None}
+        return [t for t in flat_tensors(values) if storage_of(t) in self._storages_of_gradients]
 
     def _is_weight(self, tensor: Tensor) -> bool:
         if not self._storages_of_weights:
@@ -192,7 +197,7 @@ class InfinityTracer(PlacingTracer):
     def backward_ended(self) -> None:
         """Compare the current gradients with their true values; what follows belongs to the update."""
         self.compare_gradients()
-        self.in_update, self._storages_of_gradients = True, frozenset()
+        self.in_update, self._storages_of_gradients = True, set()
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Record that a module is called."""
@@ -260,7 +265,7 @@ class InfinityTracer(PlacingTracer):
             return func(*args, **kwargs)
         self._running = func, args
         index = len(self.trace.operations)
-        if self._stepping and not self.multiplies(func):  # thousands, none of them inspected
+        if self._stepping and self.is_plain(func):  # thousands, none of them inspected
             return func(*args, **kwargs)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)

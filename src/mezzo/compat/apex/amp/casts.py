@@ -157,7 +157,7 @@ def find_function(name: str) -> Any:
     return getattr(_PLACES[place], name, None)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --- The casts of O1: torch's functions under Apex's lists ----------------------------------------------------------------------
 
 
 _FORMATS = (FP16.dtype, FP32.dtype)
