@@ -61,6 +61,12 @@ FULL = [
     (["compare", "--policies", "fp32,bf16", "--seeds", "1"], False, False),
     (["diagnose", "--policy", "bf16"], False, True),
     (["ranges", "--steps", "20"], False, True),
+    (["watch"], False, True),
+    (["resume-check"], False, False),
+    (["fallback", "--policy", "bf16", "--fresh", "0"], False, False),
+    (["predict", "--gpus", "a100"], False, False),
+    (["tune"], False, False),
+    (["check"], False, False),
 ]
 
 
@@ -79,7 +85,8 @@ def test_a_full_disk_is_said_once_and_ends_no_training(
     said = re.findall(r"mezzo: cannot use '(\S+)': No space left on device", ended.stderr)
     assert ended.returncode == 1, ended.stderr
     assert len(said) == 1, ended.stderr
-    assert said[0].endswith((".json", ".html"))
+    assert "small/x/" in said[0]
+    assert said[0].endswith("/work/t.py" if "resume-check" in command else (".json", ".html"))
     assert "Traceback" not in ended.stdout + ended.stderr
     assert ended.stderr.count("could not write a snapshot") == ("--snapshot" in command)
     assert not ends or (tmp_path / "steps").read_text() == "20"

@@ -240,7 +240,7 @@ def test_no_modules_import_each_other_in_a_ring() -> None:
 
 SHORT = 150
 MOST_SATELLITES = 20
-"""What may stay apart: parts that do without torch where their neighbour cannot, and parts of neighbours that are long."""
+"""What may stay apart: where the joined file would be long, load a library that its users do without, or import in a ring."""
 
 
 def satellites(sources: dict[str, str]) -> list[str]:

@@ -111,7 +111,8 @@ def unusable(error: OSError) -> int:
     """Print why a file cannot be used, such as a full disk, and return the exit code; raise any other error."""
     if error.filename is None and error.errno != errno.ENOSPC:
         raise error
-    what = "standard output" if error.filename is None else error.filename
+    # Of a copy, the second name is the file that the disk has no space for.
+    what = error.filename2 or error.filename or "standard output"
     REASON.text = f"cannot use {what!r}: {error.strerror}"
     print(f"mezzo: {REASON.text}", file=sys.stderr)
     return 1
