@@ -117,6 +117,12 @@ NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         (["audit", "--policy", "bf16"], {"LC_ALL": "C"}, 0),
         (["diagnose", "--policy", "bf16"], {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii"}, 0),
         (["resume-check"], {"LC_ALL": "C"}, 1),  # the script writes no checkpoint
+        (["ranges", "--steps", "4"], {"LC_ALL": "C"}, 0),
+        (["watch"], {"LC_ALL": "C"}, 0),
+        (["fallback", "--policy", "bf16", "--fresh", "0"], {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii"}, 0),
+        (["check"], {"LC_ALL": "C"}, 0),
+        (["tune"], {"LC_ALL": "C"}, 0),
+        (["predict", "--gpus", "a100"], {"LC_ALL": "C"}, 0),
     ],
 )
 def test_a_locale_without_utf8_and_a_chinese_path(

@@ -36,6 +36,7 @@ from mezzo.observe.source_lines import running_line
 from mezzo.observe.stopping import StopScript
 from mezzo.observe.tensors import difference, norm
 from mezzo.records import RunRecord
+from mezzo.records.values import readable
 
 REFERENCE = "reference.pt"
 _COMPILED = "_orig_mod"
@@ -65,7 +66,8 @@ class Fallback(Observer):
         """Begin immediately: this observer sets hooks and enters no modes."""
         if self._settings.role != "reference":
             path = Path(self._settings.folder) / REFERENCE
-            self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            mapped = readable(str(path)) == str(path)  # torch maps no file whose name this locale has not understood
+            self._reference = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         else:
             self._products = LossyProducts(self._settings.policy.required_formats[0].dtype)
             self._products.__enter__()
