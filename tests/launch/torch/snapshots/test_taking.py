@@ -120,9 +120,8 @@ def test_a_killed_script_ends_with_the_bits_and_the_files_of_the_undisturbed_run
     assert isinstance(record, RunRecord)
     assert record.snapshots is not None
     assert record.snapshots.problems == []
-    assert record.snapshots.resumed_updates in range(
-        1, 18
-    )  # the last ones may have been killed while they were written
+    made = 2 * 13  # up to two updates a tick (GAN); the last snapshots may have been killed while they were written
+    assert record.snapshots.resumed_updates in range(1, made)
 
 
 @pytest.mark.filterwarnings("ignore:loaded .* not loaded, though newer")
