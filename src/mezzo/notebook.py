@@ -74,7 +74,7 @@ def _print_record(record: AnyRecord, printer: Any, cycle: bool) -> None:
 def _as_text(record: AnyRecord) -> str:
     from rich.console import Console
 
-    from mezzo.report.text import render
+    from mezzo.report.terminal import render
 
     printed = io.StringIO()
     render(record, Console(file=printed, width=shutil.get_terminal_size((_WIDTH, 0)).columns, highlight=False))

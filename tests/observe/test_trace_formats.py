@@ -25,14 +25,9 @@ from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
-from mezzo.report import text
+from mezzo.report import terminal
 from mezzo.report.html import render_html
-from mezzo.report.next_steps import next_steps
-from mezzo.report.sheets.audit import audit_sheet
-from mezzo.report.sheets.diagnose import diagnose_sheet
-from mezzo.report.sheets.fallback import fallback_sheet
-from mezzo.report.sheets.ranges import ranges_sheet
-from mezzo.report.sheets.run import run_sheet
+from mezzo.report.pages import page_of
 
 ROWS, WIDTH, INNER = 16, 4, 8
 PRODUCT_FLOPS = 2 * ROWS * (WIDTH * INNER + INNER)  # of the forward pass
@@ -140,7 +135,7 @@ def _seeded() -> None:
 
 def shown(record: object) -> str:
     console = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False)
-    text.render(record, console)  # type: ignore[arg-type]
+    terminal.render(record, console)  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -168,9 +163,9 @@ def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
     assert effective.flops_by_format == {name: inspected * flops for name, flops in case.flops.items()}
     assert (effective.num_lowered, effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
-    sheet = diagnose_sheet(record)
-    assert sheet.headline.endswith("every loss and gradient is finite in 4 steps, but fp16 changed nothing")
-    assert (sheet.verdict, sheet.tone) == ("healthy", "open")
+    page = page_of(record)
+    assert page.answer.sentence.endswith("every loss and gradient is finite in 4 steps, but fp16 changed nothing")
+    assert (page.answer.word, page.answer.tone) == ("healthy", "open")
     ran = "100% fp32 ran" if case.flops else "no operation ran below 32 bits"
     assert f"healthy: but this says nothing about fp16, which changed nothing: {ran}" in shown(record)
 
@@ -193,7 +188,7 @@ def test_run_says_what_was_left_alone(case: Case) -> None:
     assert record.effective.flops_by_format == case.flops
     assert (record.effective.num_lowered, record.effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in record.effective.left_alone] == case.left_alone
-    assert "fp16 changed nothing: " in run_sheet(record).headline
+    assert "fp16 changed nothing: " in page_of(record).answer.sentence
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -202,9 +197,9 @@ def test_audit_shows_what_was_left_alone(case: Case) -> None:
     effective = record.run.effective
     assert (effective.num_lowered, record.run.changed_nothing) == (0, True)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
-    sheet = audit_sheet(record)
-    assert "; fp16 changed nothing; " in sheet.headline
-    assert [(fact.what, fact.value) for fact in sheet.notes] == [
+    page = page_of(record)
+    assert "; fp16 changed nothing; " in page.answer.sentence
+    assert [(fact.what, fact.value) for fact in page.facts("Notes")] == [
         ("below 32 bits", "no operation"),
         *case.left_alone,
         ("kernels", "not recorded"),
@@ -226,14 +221,14 @@ def test_fallback_does_not_call_it_harmless(case: Case) -> None:
         return
     record = mezzo.fallback(train)
     script = record.run.script.rpartition(".")[2]
-    assert fallback_sheet(record).headline.replace(record.run.script.rpartition("/")[2], script) == case.fallback
+    assert page_of(record).answer.sentence.replace(record.run.script.rpartition("/")[2], script) == case.fallback
     assert "so this says nothing about it" in record.reason
-    assert [step.command.partition("(")[0] for step in next_steps(record)] == ["mezzo.audit"]
+    assert [step.command.partition("(")[0] for step in page_of(record).steps] == ["mezzo.audit"]
 
 
 def test_ranges_counts_gradients_that_a_policy_keeps() -> None:
     record = mezzo.ranges(_of(WithoutProducts)(), policy="fp16")
-    headline = ranges_sheet(record).headline
+    headline = page_of(record).answer.sentence
     assert headline.startswith("fp16 keeps every gradient of ")
     assert {window.reason for window in record.windows} == {"fp16 keeps every gradient in FP32"}
 
@@ -254,7 +249,7 @@ def test_a_policy_that_lowers_says_so(policy: str) -> None:
     arithmetic, _ = Policy.parse(policy).arithmetic_on(this_device("cpu"))
     assert record.run.effective.emulated == (arithmetic == "emulated")
     assert sum(record.run.effective.flops_by_format.values()) == 4 * STEP_FLOPS
-    assert diagnose_sheet(record).headline.endswith("nothing wrong in 4 steps")
+    assert page_of(record).answer.sentence.endswith("nothing wrong in 4 steps")
 
 
 @pytest.mark.parametrize("policy", ["fp32", "as-is"])

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
 from mezzo.observe.lint.misuse_log import ENOUGH
 from mezzo.records import Finding
-from mezzo.report.sheets.findings import finding_line
+from mezzo.report.pages.findings import finding_section
+from mezzo.report.sections import FactTable
 from paths import ROOT
 
 PAGES = ROOT / "docs" / "findings"
@@ -189,10 +190,10 @@ HOW = {
 
 def shown(finding: Finding) -> str:
     """Return a finding as the terminal shows it, without the places in the planted script."""
-    line = finding_line(finding)
-    rows = [(word, text) for word, text in line.rows if word not in ("lines", "page")]
-    parts = [f"{line.code}  {line.title}  ({line.weight})"]
-    for word, text in rows:
+    section = finding_section(finding)
+    facts = [fact for block in section.blocks if isinstance(block, FactTable) for fact in block.rows]
+    parts = [f"{section.code}  {section.title}  ({section.weight})"]
+    for word, text in [(fact.what, fact.value) for fact in facts if fact.what not in ("lines", "page")]:
         parts += textwrap.wrap(text, WIDTH, initial_indent=f"  {word:7}", subsequent_indent=" " * 9)
     return textwrap.indent("\n".join(parts), "    ")
 

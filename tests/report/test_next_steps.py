@@ -32,11 +32,10 @@ from mezzo.records import (
     Steps,
     Verdict,
 )
-from mezzo.report import text
+from mezzo.report import terminal
 from mezzo.report.html import render_html
-from mezzo.report.next_steps import MOST, next_steps
-from mezzo.report.sheets.compare import compare_sheet
-from mezzo.report.views import VIEWS
+from mezzo.report.next_steps import MOST
+from mezzo.report.pages import page_of
 
 NAN = float("nan")
 PLAIN = ("train.py", "--epochs", "3")
@@ -547,7 +546,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_next_steps(name: str) -> None:
     record, expected = CASES[name]
-    assert [(step.why, step.command) for step in next_steps(record)] == expected
+    assert [(step.why, step.command) for step in page_of(record).steps] == expected
 
 
 HOSTILE: list[tuple[str, ...]] = [
@@ -597,7 +596,7 @@ def test_the_command_line_accepts_every_suggestion(
     policy = tmp_path / "runs" / "my x" / "policy.toml"  # which the fallback search of the cases has written
     policy.parent.mkdir(parents=True)
     policy.write_text('policy = "fp16"\n')
-    for step in next_steps(CASES[name][0]):
+    for step in page_of(CASES[name][0]).steps:
         is_accepted(step.command)
     assert "comes after" not in capsys.readouterr().err  # no option of Mezzo among the script's own
 
@@ -621,7 +620,7 @@ def test_hostile_words_stay_the_scripts_own(words: tuple[str, ...]) -> None:
         diagnose("invalid_operation", words=words, fix="f", fix_line="x"),
     ]
     for record in records:
-        steps = next_steps(record)
+        steps = page_of(record).steps
         assert steps
         for step in steps:
             is_accepted(step.command, words)
@@ -636,18 +635,18 @@ def test_the_answer_of_a_page_is_about_the_policy_to_train_with() -> None:
         "memory_ratio": 0.5,
     }  # neither is faster for certain
     record = compare(("bf16", "equivalent", slower), ("fp16", "equivalent", smaller))
-    assert next_steps(record)[0].why == "train with fp16"
-    assert "memory, fp16" in [fact.what for fact in VIEWS["compare"].answer(record, compare_sheet(record)).facts]
+    assert page_of(record).steps[0].why == "train with fp16"
+    assert "memory, fp16" in [fact.what for fact in page_of(record).answer.facts]
 
 
 def test_there_are_three_at_most_and_no_command_twice() -> None:
     rows: list[tuple[str, Verdict, dict[str, object]]] = [(f"fp16:init_scale={2**k}", "diverged", {}) for k in range(8)]
-    steps = next_steps(compare(*rows))
+    steps = page_of(compare(*rows)).steps
     assert len(steps) == len({step.command for step in steps}) == MOST
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    steps = next_steps(run(policy="bf16", words=("train.py", "\x1b[31mred\x07")))
+    steps = page_of(run(policy="bf16", words=("train.py", "\x1b[31mred\x07"))).steps
     assert steps
     assert not any("\x1b" in step.command or "\x07" in step.command for step in steps)
 
@@ -659,9 +658,9 @@ def test_the_terminal_shows_commands_that_can_be_copied() -> None:
         words=("train.py", *["--a long one"] * 9),
     )
     console = Console(file=io.StringIO(), width=40, color_system=None)
-    text.render(record, console, files="record and report: here")
+    terminal.render(record, console, files="record and report: here")
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    first, second = next_steps(record)
+    first, second = page_of(record).steps
     after = lines[lines.index(f"Next: {first.why}") - 1 :]
     assert after[:3] == ["", f"Next: {first.why}", f"  {first.command}"]
     assert after[3:5] == ["", f"Or: {second.why}"[: len(after[4])]]  # a reason may wrap, a command may not
@@ -671,7 +670,7 @@ def test_the_terminal_shows_commands_that_can_be_copied() -> None:
 def test_the_page_has_the_commands_as_text() -> None:
     record = run(policy="bf16", words=("train.py", "<script>alert(1)</script>", "&"))
     page = render_html(record)
-    commands = [html.escape(step.command).replace("&#x27;", "&#39;") for step in next_steps(record)]
+    commands = [html.escape(step.command).replace("&#x27;", "&#39;") for step in page_of(record).steps]
     assert commands
     assert all(command in page for command in commands)
     assert "<script>alert" not in page

@@ -9,7 +9,7 @@ import pytest
 import record_builders as build
 from mezzo import cli
 from mezzo.records import Prediction
-from mezzo.report.next_steps import next_steps
+from mezzo.report.pages import page_of
 
 GIB = 2**30
 TYPED = ["mezzo", "predict", "--gpus", "t4", "--batch", "64", "train.py", "--batch-size", "{batch}"]
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize(("predictions", "commands"), CASES.values(), ids=CASES)
 def test_what_to_type_next(predictions: list[Prediction], commands: list[str]) -> None:
     record = build.predict_record(command=TYPED, model="train.py", batch=64, predictions=predictions)
-    steps = next_steps(record)
+    steps = page_of(record).steps
     assert [one.command for one in steps] == commands
     for one in steps:  # the options exist: help stops before anything runs
         words = shlex.split(one.command)
@@ -59,15 +59,15 @@ def test_what_to_type_next(predictions: list[Prediction], commands: list[str]) -
 def test_the_check_tries_the_policies_that_were_typed(typed: str, kept: str) -> None:
     words = [*TYPED[:2], *(["--policies", typed] if typed else []), *TYPED[2:]]
     record = build.predict_record(command=words, model="train.py", batch=64, predictions=[ON_T4])
-    assert next_steps(record)[0].command == f"mezzo check --gpu t4 {kept}train.py --batch-size 64"
+    assert page_of(record).steps[0].command == f"mezzo check --gpu t4 {kept}train.py --batch-size 64"
 
 
 def test_the_check_has_the_variables_that_choose_the_script() -> None:
     here = build.environment(variables={"PYTHONPATH": "lib", "OMP_NUM_THREADS": "1"})
     record = build.predict_record(command=TYPED, model="train.py", batch=64, predictions=[ON_T4], environment=here)
-    assert next_steps(record)[0].command == "PYTHONPATH=lib mezzo check --gpu t4 train.py --batch-size 64"
+    assert page_of(record).steps[0].command == "PYTHONPATH=lib mezzo check --gpu t4 train.py --batch-size 64"
 
 
 def test_a_model_by_name_has_no_script_to_run() -> None:
     words = ["mezzo", "predict", "--model", "timm:resnet18"]
-    assert next_steps(build.predict_record(command=words, model="timm:resnet18", predictions=[ON_T4])) == []
+    assert page_of(build.predict_record(command=words, model="timm:resnet18", predictions=[ON_T4])).steps == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from devtools import BROWSERS, CHROMIUM, Page, browser
-from pages import write_pages
+from every_page import write_pages
 
 pytestmark = [
     pytest.mark.browser,

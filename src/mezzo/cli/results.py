@@ -138,7 +138,7 @@ def show(
     record: AnyRecord, *, as_json: bool, files: str = "", after_script: bool = False, verbose: bool = True
 ) -> None:
     """Print a record as text or as JSON, and the files that it was written to."""
-    from mezzo.report.text import render
+    from mezzo.report.terminal import render
 
     if as_json:
         print(json_text(record))

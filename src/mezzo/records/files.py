@@ -1,6 +1,6 @@
 """Records as files: written whole or not at all, and read with their kind and version checked.
 
-A new kind of record needs a file of its own here, a name in ``AnyRecord``, and a row in ``mezzo.report.views``.
+A new kind of record needs a file of its own here, a name in ``AnyRecord``, and a file of its kind in ``mezzo.report.pages``.
 """
 
 from __future__ import annotations

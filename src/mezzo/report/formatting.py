@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+NOT_FOR_GPU = "emulated: says nothing about a GPU"
 MISSING = "-"
 UNKNOWN = "unknown"
 """Shown for a size that was not measured."""
@@ -246,3 +247,8 @@ def shortened(text: str, *, length: int) -> str:
         return text
     tail = (length - 3) // 2
     return f"{text[: length - 3 - tail]}...{text[-tail:]}"
+
+
+def error_text(error: float | None) -> str:
+    """Return a relative error with two significant digits."""
+    return number_text(error, digits=2)

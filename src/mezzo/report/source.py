@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from mezzo.records import AnyRecord, AuditRecord, Finding, RunRecord
+from mezzo.records import AnyRecord, AuditRecord, CastTotal, Finding, RoundTrip, RunRecord, WideProduct
 from mezzo.records.values import as_path
 from mezzo.report import formatting as fmt
-from mezzo.report.sheets.audit import lines_of_modules
 from mezzo.secrets import hidden_text
 
 _AROUND = 3
@@ -84,6 +83,12 @@ def module_places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
     """Return the anchor of a source line for each module that has one."""
     known = [(module, source.keys[line]) for module, line in lines_of_modules(record) if line in source.keys]
     return dict(reversed(known))
+
+
+def lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
+    """Return modules with the lines of code that call them; for a module with several, the first line counts."""
+    named: list[WideProduct | RoundTrip | CastTotal] = [*record.wide_products, *record.round_trips, *record.casts]
+    return [(one.module, one.line) for one in named if one.line]
 
 
 def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:

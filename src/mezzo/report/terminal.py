@@ -1,9 +1,10 @@
-"""Sheets in the terminal: tables that are readable at 100 columns, in a pipe and without colour."""
+"""Records in the terminal: tables that are readable at 100 columns, in a pipe and without colour."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -12,14 +13,27 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.records import AnyRecord, CompareRecord
 from mezzo.report.colours import policy_style
 from mezzo.report.index.sheet import IndexSheet
-from mezzo.report.next_steps import NextStep
-from mezzo.report.sheets.compare import Compared, CompareSheet, VerdictLine
-from mezzo.report.sheets.shared import Fact, Grid
-from mezzo.report.sheets.together import TogetherSheet
+from mezzo.report.pages import page_of, together
+from mezzo.report.sections import (
+    Block,
+    Cell,
+    Code,
+    Fact,
+    FactTable,
+    Formats,
+    Grid,
+    Headline,
+    NextStep,
+    Page,
+    Paragraph,
+    Section,
+    has_content,
+)
 
-STYLES = {
+_STYLES = {
     "good": "bold green",
     "warn": "bold yellow",
     "bad": "bold red",
@@ -28,205 +42,103 @@ STYLES = {
     "": "",
 }
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
-_HEADING = "bold"
-FAINT = "dim"
+_HEADING, _FAINT = "bold", "dim"
+_EDGES = 20
+"""Columns of the box that a command cannot use."""
 _INDEX_ROWS = 40
+_MANY_COLUMNS = 7
+"""A wide table with more columns has no space between them, or it would not fit into 100."""
 
 
-def print_framed(
-    sheet: Any,
-    answer: Callable[[Any, Console], None],
-    details: Callable[[Any, Console], None],
-    console: Console,
-    *,
-    files: str = "",
-    steps: Sequence[NextStep] = (),
-    verbose: bool = True,
-) -> None:
-    """Print a record: its answer and what to do next; if ``verbose`` the details, the environment and the command; the line ``files``."""
-    print_line(console, sheet.headline, style=_HEADING)
-    answer(sheet, console)
-    _next(console, steps if verbose else steps[:1])
+def render(record: AnyRecord, console: Console, *, files: str = "", verbose: bool = True) -> None:
+    """Print ``record`` to ``console``: its answer, then what to do next, and at the end the line ``files`` about its files.
+
+    Without ``verbose``, the tables behind the answer are left to the page.
+    """
+    _page(page_of(record), console, files=files, verbose=verbose)
+
+
+def render_together(records: Sequence[CompareRecord], console: Console) -> None:
+    """Print several comparisons, a table each."""
+    console.print()
+    _page(together.page(records), console, verbose=False)
+
+
+def _page(page: Page, console: Console, *, files: str = "", verbose: bool = True) -> None:
+    """Print the answer, what to do next, the details and the environment if ``verbose``, and the line ``files``.
+
+    A boxed answer has the next step in its box, and no details.
+    """
+    verbose = verbose and not page.answer.boxed
+    sections = [one for one in page.sections if isinstance(one, Section) and one.shown_in != "page"]
+    if page.answer.boxed:
+        _box(console, page.answer, page.steps)
+    else:
+        _answer(console, page.answer)
+    for one in sections:
+        if not one.details:
+            _section(console, one)
+    if not page.answer.boxed:
+        _next(console, page.steps if verbose else page.steps[:1])
     if verbose:
-        details(sheet, console)
-        section(console, "Environment", fact_table(sheet.environment))
-        _command(console, sheet.command)
-    _files(console, files)
-
-
-def print_ending(console: Console, *, files: str = "", steps: Sequence[NextStep] = ()) -> None:
-    """Print what to do next, and where the files are."""
-    _next(console, steps)
-    _files(console, files)
-
-
-def print_together(sheet: TogetherSheet, console: Console) -> None:
-    """Print several comparisons as one table."""
-    console.print()
-    print_line(console, sheet.headline, style=_HEADING)
-    compared = ("step\nspeed-up", "memory\nratio", "final loss\ndifference", "metric\ndifference", "skips")
-    table = plain_table("policy", "verdict", *compared, "ran in", numbers=range(2, 7))
-    table.columns[1].no_wrap = True
-    for group in sheet.groups:
-        table.add_row(Text(f"{group.framework}", style=_HEADING, overflow="fold"))
-        for row in group.lines:
-            line = row.line
-            table.add_row(
-                policy_cell(line.policy, indent=" "),
-                Text(line.verdict, style=STYLES[line.tone]),
-                _stack(line.step, line.speedup),
-                _stack(line.memory, line.memory_ratio),
-                _stack(*(part for loss in line.losses for part in (loss.value, loss.difference))),
-                _stack(line.metric.value, line.metric.difference),
-                Text(line.skipped),
-                Text(row.formats),
-            )
-    console.print()
-    console.print(table)
-    for group in sheet.groups:
-        reasons = [(row.line.policy, text) for row in group.lines for text in row.left_alone]
-        facts = [Fact(what=policy, value=text) for policy, text in dict.fromkeys(reasons)]
-        section(console, f"Left alone in {group.framework}", fact_table(facts))
-    console.print()
-    print_note(console, sheet.method)
+        for one in sections:
+            if one.details:
+                _section(console, one)
+        _section(console, Section(title="Environment", blocks=[FactTable(rows=page.environment)]))
+        if page.command:
+            _section(console, Section(title="Reproduce", blocks=[Code(text=page.command)]))
+    if files:
+        console.print()
+        console.print(Text(files), soft_wrap=True)
 
 
 def print_index(sheet: IndexSheet, console: Console) -> None:
     """Print an index of records, the newest first."""
-    print_line(console, sheet.headline, style=_HEADING)
-    table = plain_table("date", "script", "command", "policies", "answer", "folder")
-    table.columns[0].no_wrap = True
-    for entry in sheet.entries[:_INDEX_ROWS]:
-        answer = Text(entry.word, style=STYLES[entry.tone])
-        table.add_row(entry.date, Text(entry.script), entry.kind, Text(entry.policies), answer, Text(entry.place))
+    _line(console, sheet.answer.sentence, style=_HEADING)
+    rows = [
+        (one.date, one.script, one.kind, one.policies, Cell(text=one.word, tone=one.tone), one.place)
+        for one in sheet.entries[:_INDEX_ROWS]
+    ]
+    heads = ("date", "script", "command", "policies", "answer", "folder")
     console.print()
-    console.print(table)
+    console.print(_table(Grid(heads=heads, rows=rows, whole=(0,))))
     more = len(sheet.entries) + sheet.left_out - _INDEX_ROWS
     if more > 0:
-        print_note(console, f"and {more} older records")
+        _line(console, f"and {more} older records", style=_FAINT)
 
 
-def verdict_table(sheet: CompareSheet) -> Table:
-    """Return the table of verdicts, one row per policy."""
-    table = plain_table("policy", "verdict", "step\nspeed-up", "memory\nratio", numbers=(2, 3))
-    heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
-    if len(heads) > 1:
-        table.padding = (0, 0)  # a second interval would not fit into 100 columns otherwise
-    for head in heads:
-        table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
-    table.add_column("skips", justify="right")
-    table.add_column("final\nscale", justify="right")
-    for line in sheet.lines:
-        compared = [*line.losses, *([line.metric] if sheet.metric_name else [])]
-        table.add_row(*_verdict_cells(line, compared))
-    table.caption, table.caption_justify = Text(sheet.columns, style=FAINT), "left"
-    return table
+# --- The answer ------------------------------------------------------------------------------------------------------------------
 
 
-def _verdict_cells(line: VerdictLine, compared: Sequence[Compared]) -> list[Text]:
-    return [
-        policy_cell(line.policy),
-        Text(line.verdict, style=STYLES[line.tone]),
-        _stack(line.step, line.speedup, line.spread),
-        _stack(line.memory, line.memory_ratio),
-        *(_stack(c.value, c.difference, c.interval) for c in compared),
-        Text(line.skipped),
-        Text(line.final_scale),
-    ]
+def _answer(console: Console, answer: Headline) -> None:
+    _line(console, answer.sentence, style=_HEADING)
+    if answer.detail_follows_word:
+        detail = ": ".join(filter(None, [answer.word, answer.detail]))
+        _line(console, detail, style=_STYLES[answer.tone])
+    elif answer.detail:
+        _line(console, answer.detail)
+    if answer.error:
+        _line(console, f"error: {answer.error}", style=_STYLES["bad"])
 
 
-def policy_cell(name: str, *, indent: str = "") -> Text:
-    """Return a policy's name in the colour that its format has on every page."""
-    return Text(f"{indent}{name}", style=policy_style(name).terminal)
-
-
-def _stack(first: str, *below: str) -> Text:
-    text = Text(first)
-    for part in below:
-        text.append(f"\n{part}" if part else "", style=FAINT)
-    return text
-
-
-def fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | None:
-    """Return facts as a table; None if there are none."""
-    if not facts:
-        return None
-    columns = heads or ("", "", "")[: 3 if any(f.reason for f in facts) else 2]
-    table = plain_table(*columns, heads=bool(heads))
-    for fact in facts:
-        cells = [
-            Text(fact.what, style="" if heads else FAINT),
-            Text(fact.value, style=STYLES[fact.tone]),
-        ]
-        table.add_row(*cells, *([Text(fact.reason)] if len(columns) == 3 else []))
-    return table
-
-
-def grid_table(grid: Grid, *, shown: int = 1000) -> Table | None:
-    """Return the first rows of a table, with a note if there are more; None if it has no rows."""
-    if not grid.rows:
-        return None
-    table = plain_table(*grid.heads, numbers=grid.numbers)
-    for row in grid.rows[:shown]:
-        table.add_row(*map(Text, row))
-    if len(grid.rows) > shown:
-        table.caption = Text(f"and {len(grid.rows) - shown} more: see the report", style=FAINT)
-        table.caption_justify = "left"
-    return table
-
-
-def plain_table(*columns: str, heads: bool = True, numbers: Collection[int] = ()) -> Table:
-    """Return a table without lines between its rows; ``numbers`` are the right-aligned columns."""
-    table = Table(
-        box=box.SIMPLE_HEAD if heads else None,
-        show_header=heads,
-        header_style=FAINT,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1) if heads else (0, 2, 0, 0),
-        collapse_padding=True,
-    )
-    for place, column in enumerate(columns):
-        table.add_column(Text(column), overflow="fold", justify="right" if place in numbers else "left")
-    return table
-
-
-def answer_box(console: Console, rows: Iterable[Fact], *, headline: str, tone: str) -> None:
-    """Print ``rows``, without their reasons, in a box with a headline; the tone ``command`` is bold."""
+def _box(console: Console, answer: Headline, steps: Sequence[NextStep]) -> None:
+    """Print an answer in a box with its next step; a command that would wrap is printed below it, where it can be copied."""
+    fit = [len(step.command) + _EDGES <= console.width for step in steps]
+    rows = list(answer.boxed)
+    for step, fits in zip(steps, fit, strict=True):
+        rows += [Fact(what="next", value=step.command, tone="command")] if fits else []
+        rows.append(Fact(what="next", value=f"{'' if fits else 'the command below '}{step.why}."))
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style=_FAINT, no_wrap=True)
     grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(Text(row.what), Text(row.value, style="bold" if row.tone == "command" else ""))
-    title = Text(headline, style="bold")
-    console.print(Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style=_BORDERS[tone]))
-
-
-def section(console: Console, title: str, body: Table | None) -> None:
-    """Print a heading and a table; nothing if there is no table."""
-    if body is None:
-        return
-    console.print()
-    print_line(console, title, style=_HEADING)
-    console.print(indented(body))
-
-
-def indented(body: Table | None) -> RenderableType:
-    """Return a table two columns further right."""
-    return Padding(body or "", (0, 0, 0, 2), expand=False)
-
-
-def _command(console: Console, command: str) -> None:
-    if command:
-        console.print()
-        print_line(console, "Reproduce", style=_HEADING)
-        console.print(Text(f"  {command}"), soft_wrap=True)  # a wrapped command cannot be pasted
-
-
-def _files(console: Console, files: str) -> None:
-    if files:
-        console.print()
-        console.print(Text(files), soft_wrap=True)
+    for before, row in pairwise([Fact(what="", value=""), *rows]):
+        what = "" if before.what == row.what else row.what
+        grid.add_row(Text(what), Text(row.value, style=_HEADING if row.tone == "command" else ""))
+    title = Text(answer.sentence, style=_HEADING)
+    console.print(Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style=_BORDERS[answer.tone]))
+    for step, fits in zip(steps, fit, strict=True):
+        if not fits:
+            console.print(Text(f"  {step.command}", style=_HEADING), soft_wrap=True)
 
 
 def _next(console: Console, steps: Sequence[NextStep]) -> None:
@@ -236,18 +148,123 @@ def _next(console: Console, steps: Sequence[NextStep]) -> None:
         console.print(Text(f"  {step.command}"), soft_wrap=True)
 
 
-def print_note(console: Console, text: str) -> None:
-    """Print a remark; nothing if it is empty."""
-    if text:
-        print_line(console, text, style=FAINT)
+# --- Sections --------------------------------------------------------------------------------------------------------------------
 
 
-def print_error(console: Console, text: str) -> None:
-    """Print an error, and what to do about it; nothing if there is none."""
-    if text:
-        print_line(console, f"error: {text}", style=STYLES["bad"])
+def _section(console: Console, section: Section) -> None:
+    blocks = [block for block in section.blocks if has_content(block)]
+    if not blocks:
+        return
+    console.print()
+    if section.code:
+        _line(console, f"{section.code}  {section.title}  ({section.weight})", style=_STYLES[section.tone])
+    elif section.title:
+        _line(console, section.title, style=_HEADING)
+    for block in blocks:
+        for shown in _rendered(block):
+            console.print(shown, soft_wrap=isinstance(block, Code))  # wrapped code cannot be pasted
 
 
-def print_line(console: Console, text: str, *, style: str = "") -> None:
+def _rendered(block: Block) -> Iterator[RenderableType]:
+    if isinstance(block, Paragraph):
+        yield Text(block.text, style=_FAINT) if block.faint else _indented(Text(block.text))
+    elif isinstance(block, FactTable):
+        yield _indented(_fact_table(block))
+    elif isinstance(block, Code):
+        text = block.text.rstrip("\n")
+        yield Text(text if "\n" in text else f"  {text}")  # an indented patch cannot be applied
+    elif isinstance(block, Formats):
+        yield _indented(_formats_table(block))
+    else:
+        table = _table(block)
+        yield table if block.wide else _indented(table)
+        if any(block.reasons):
+            yield ""
+            reasons = _indented(_reasons_table(block))
+            yield _reasons_table(block) if block.wide else reasons
+
+
+def _indented(body: RenderableType) -> RenderableType:
+    return Padding(body, (0, 0, 0, 2), expand=False)
+
+
+def _table(grid: Grid) -> Table:
+    table = _plain_table(has_heads=True)
+    if grid.wide and len(grid.heads) > _MANY_COLUMNS:
+        table.padding = (0, 0)
+    for place, head in enumerate(grid.heads):
+        is_number, is_whole = place in grid.numbers, place in grid.whole
+        table.add_column(Text(head), overflow="fold", no_wrap=is_whole, justify="right" if is_number else "left")
+    before = ""
+    for row in grid.rows[: grid.shown]:
+        cells = [_cell(one) for one in row]
+        first = row[0]
+        name = first if isinstance(first, str) else first.text
+        if grid.wide and name == before:
+            cells[0] = Text("")  # the next rows of the same GPU
+        before = name
+        table.add_row(*cells)
+    if len(grid.rows) > grid.shown:
+        table.caption = Text(f"and {len(grid.rows) - grid.shown} more: see the report", style=_FAINT)
+        table.caption_justify = "left"
+    return table
+
+
+def _cell(cell: str | Cell) -> Text:
+    if isinstance(cell, str):
+        return Text(cell)
+    text = Text(cell.text, style="" if cell.style is None else cell.style.terminal)
+    text.stylize(_STYLES[cell.tone])
+    for line in cell.below:
+        text.append(f"\n{line}" if line else "", style=_FAINT)
+    return text
+
+
+def _reasons_table(grid: Grid) -> Table:
+    table = _plain_table(has_heads=False, columns=2)
+    for row, reason in zip(grid.rows, grid.reasons, strict=True):
+        first = row[0]
+        if reason:
+            table.add_row(_cell(first if isinstance(first, str) else replace(first, below=())), Text(reason))
+    return table
+
+
+def _fact_table(facts: FactTable) -> Table:
+    num_columns = len(facts.heads) or (3 if any(fact.reason for fact in facts.rows) else 2)
+    table = _plain_table(has_heads=bool(facts.heads), columns=0 if facts.heads else num_columns)
+    for head in facts.heads:
+        table.add_column(Text(head), overflow="fold")
+    for fact in facts.rows:
+        cells = [Text(fact.what, style="" if facts.heads else _FAINT), Text(fact.value, style=_STYLES[fact.tone])]
+        table.add_row(*cells, *([Text(fact.reason)] if num_columns == 3 else []))
+    return table
+
+
+def _formats_table(formats: Formats) -> Table:
+    table = _plain_table(has_heads=False, columns=2)
+    for one in formats.policies:
+        if one.shares:
+            words = ", ".join(f"{part.text} {part.format}" for part in one.shares)
+            table.add_row(Text(one.policy, style=policy_style(one.policy).terminal), Text(words))
+    return table
+
+
+def _plain_table(*, has_heads: bool, columns: int = 0) -> Table:
+    """Return a table without lines between its rows."""
+    table = Table(
+        box=box.SIMPLE_HEAD if has_heads else None,
+        show_header=has_heads,
+        header_style=_FAINT,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1) if has_heads else (0, 2, 0, 0),
+        collapse_padding=True,
+    )
+    for _ in range(columns):
+        table.add_column(overflow="fold")
+    return table
+
+
+def _line(console: Console, text: str, *, style: str = "") -> None:
     """Print a line literally, without reading it as markup."""
     console.print(Text(text, style=style))

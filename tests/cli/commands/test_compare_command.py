@@ -22,7 +22,7 @@ from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
 from mezzo.report.html import write_together
-from mezzo.report.text import render_together
+from mezzo.report.terminal import render_together
 from record_builders import compare_record, emulated_record, run_record
 
 

@@ -13,7 +13,7 @@ from mezzo.cli.options.shared import typed_name
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, CompareRecord, read_record
-from mezzo.report.next_steps import next_steps
+from mezzo.report.pages import page_of
 from paths import SCRIPTS
 
 PLAIN = str(SCRIPTS / "plain.py")
@@ -52,7 +52,7 @@ def test_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert " fp16:fp32" not in rest
     assert "against" not in rest or "O0" in rest
     assert all(
-        f"--policies O0,{step.command.split('O0,')[1].split()[0]}" in step.command for step in next_steps(record)
+        f"--policies O0,{step.command.split('O0,')[1].split()[0]}" in step.command for step in page_of(record).steps
     )
 
 
@@ -64,7 +64,7 @@ def test_other_commands(command: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "16-mixed" in printed
     assert "16-mixed" in page
     assert "16-mixed (fp16)" in printed or "16-mixed stands for it" in " ".join(printed.split())
-    assert any("16-mixed" in step.command for step in next_steps(record))
+    assert any("16-mixed" in step.command for step in page_of(record).steps)
 
 
 def test_the_text_of_the_record_is_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from helpers_launch import children_in_this_process
 from mezzo import ScriptError, SessionError, cli
 from mezzo.records import DiagnoseRecord, read_record
 from mezzo.report.html import render_html
-from mezzo.report.sheets.diagnose import diagnose_sheet
-from mezzo.report.text import render
+from mezzo.report.pages import page_of
+from mezzo.report.terminal import render
 from paths import FAULTS, SCRIPTS
 
 FAULTY = str(FAULTS / "faults.py")
@@ -226,10 +226,12 @@ def found() -> DiagnoseRecord:
 
 def test_views_say_verdict_place_and_fix() -> None:
     record = found()
-    sheet = diagnose_sheet(record)
-    assert sheet.headline.endswith("under fp16: undecided in step 1, forward pass of (script)")
-    assert ("undecided", "perhaps invalid operation") in [(note.what, note.value) for note in sheet.notes]
-    assert {f.what: f.value for f in sheet.place} == {
+    page = page_of(record)
+    assert page.answer.sentence.endswith("under fp16: undecided in step 1, forward pass of (script)")
+    assert ("undecided", "perhaps invalid operation") in [
+        (note.what, note.value) for note in page.facts("How it was found")
+    ]
+    assert {f.what: f.value for f in page.facts("Where")} == {
         "module": "(script)",
         "operation": "log",
         "line": record.line,
@@ -239,8 +241,7 @@ def test_views_say_verdict_place_and_fix() -> None:
     }
     output = io.StringIO()
     render(record, Console(file=output, width=200))
-    page = render_html(record)
-    for text in (output.getvalue(), page):
+    for text in (output.getvalue(), render_html(record)):
         assert "y = torch.log(x.clamp_min(1e-6))" in text
         assert "not tried: it is a change of the script itself" in text
         assert "Skipped updates are normal" not in text  # none was skipped

@@ -18,7 +18,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict import real_gpus as measured
 from mezzo.records import CompareRecord, RealGpus, RunRecord, read_record
 from mezzo.report.html import render_html
-from mezzo.report.text import render
+from mezzo.report.terminal import render
 from paths import SCRIPTS
 
 SCRIPT = Script(

@@ -26,7 +26,7 @@ from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps
-from mezzo.report.sheets.run import guard_facts
+from mezzo.report.pages.run import guard_facts
 from paths import SCRIPTS
 
 

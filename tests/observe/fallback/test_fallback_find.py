@@ -18,7 +18,7 @@ from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError
 from mezzo.observe.fallback.find import _ranked, default_tolerance
 from mezzo.policy import Policy
-from mezzo.report.next_steps import next_steps
+from mezzo.report.pages import page_of
 
 WIDTH = 16
 
@@ -203,7 +203,7 @@ def test_a_fault_outside_every_module_with_a_name() -> None:
     assert "with matmul in FP32 wherever they run it passes" in record.reason
     passed = [t for t in record.verifications if t.operations == ["matmul"]]
     assert [t.passed for t in passed] == [True]
-    assert [step.command for step in next_steps(record)] == ['mezzo.diagnose(train, policy="fp16:fp32=matmul")']
+    assert [step.command for step in page_of(record).steps] == ['mezzo.diagnose(train, policy="fp16:fp32=matmul")']
     assert mezzo.fallback(trainer(Outside({}, blocks=1)), policy=record.suggested).verdict == "not needed"
 
 
@@ -217,7 +217,7 @@ def test_what_to_do_where_neither_modules_nor_operations_help() -> None:
     record = mezzo.fallback(trainer(Rounded({}, blocks=1)))
     assert (record.verdict, record.kept, record.operations) == ("elsewhere", [], [])
     assert "nor does any operation in FP32 help" in record.reason
-    assert [step.command for step in next_steps(record)] == [
+    assert [step.command for step in page_of(record).steps] == [
         'mezzo.diagnose(train, policy="fp16")',
         'mezzo.fallback(train, policy="bf16")',
         'mezzo.fallback(train, policy="fp16")',

@@ -27,8 +27,7 @@ from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps
 from mezzo.records.diagnose import Origin
-from mezzo.report.next_steps import next_steps
-from mezzo.report.sheets.diagnose import diagnose_sheet
+from mezzo.report.pages import page_of
 from record_builders import environment
 
 RANGE, SCALE, INVALID, SILENT = "range_overflow", "scale_overflow", "invalid_operation", "silent_saturation"
@@ -244,7 +243,7 @@ def test_only_gradients_depend_on_the_loss_scale(phase: StepPhase, origin: Origi
     record = DiagnoseRecord(
         run=record_of(), verdict="range_overflow", phase=phase, origin=origin, format="fp16", located=True, step=1
     )
-    assert diagnose_sheet(record).meaning == f"a value that FP16 cannot represent, {scales}"
+    assert page_of(record).answer.detail == f"a value that FP16 cannot represent, {scales}"
 
 
 @pytest.mark.parametrize(("evidence", "run", "expected"), RUNS)
@@ -349,7 +348,7 @@ def test_a_low_scale_of_a_short_run_is_undecided_until_there_are_enough_steps(sh
     assert record.verdict == ("undecided" if short else "scale_overflow")
     assert (record.perhaps, record.steps_needed) == (("scale_overflow", 200) if short else ("", None))
     assert bool(record.fix_line) is not short  # no fix is tried against what may not be a fault
-    steps = [step.command for step in next_steps(record)]
+    steps = [step.command for step in page_of(record).steps]
     assert ("mezzo diagnose --policy fp16 --steps 200 train.py" in steps) is short
     assert ("200 steps or more" in record.fix) is short
 
@@ -836,7 +835,7 @@ def test_any_evidence_has_a_verdict_that_can_be_shown(
     located = [evidence is not None and evidence.located is not None for evidence in (first, *(e for _, e in more))]
     assert located[0] <= record.located <= any(located)
     assert len(record.passes) == len(runs)
-    assert diagnose_sheet(record).headline
+    assert page_of(record).answer.sentence
     assert type(record).model_validate_json(record.model_dump_json()).verdict == record.verdict
 
 

@@ -7,12 +7,12 @@ import pytest
 import record_builders as build
 from mezzo.records import Memory, Steps
 from mezzo.report.charts.data import Bars, Boxes, Nothing
-from mezzo.report.charts.memory import memory_bars
+from mezzo.report.charts.memory import memory_bars, memory_kinds
 from mezzo.report.charts.steps import StepTimes, time_boxes
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import policy_style, policy_styles
-from mezzo.report.html import compare_charts
-from mezzo.report.sheets import shared
+from mezzo.report.pages import compare, shared
+from mezzo.report.sections import Grid
 
 GIB = 1024**3
 
@@ -28,7 +28,7 @@ def test_bars_share_a_scale_and_show_the_allocator_peak() -> None:
     small = Memory(parameters_bytes=GIB // 4)
     bars = memory_bars({"fp32": memory, "bf16": small}, styles=policy_styles(["fp32", "bf16"]))
     assert isinstance(bars, Bars)
-    assert [part.name for part in bars.legend] == [*shared.memory_kinds(memory)]
+    assert [part.name for part in bars.legend] == [*memory_kinds(memory)]
     assert [[(p.name, p.share) for p in row.parts] for row in bars.rows] == [
         [("parameters", 0.5), ("activations", 0.25)],
         [("parameters", 0.125)],
@@ -47,7 +47,9 @@ def test_the_bytes_of_an_emulation_have_no_bar() -> None:
     alone = memory_bars({"fp16": emulated}, styles=policy_styles(["fp16"]))
     assert isinstance(alone, Nothing)
     assert alone.description == "Not drawn; emulated: says nothing about a GPU."
-    assert [line.total for line in shared.memory_lines([("fp32", memory), ("fp16", emulated)])] == [
+    (grid,) = shared.memory_section([("fp32", memory), ("fp16", emulated)]).blocks
+    assert isinstance(grid, Grid)
+    assert [row[-1] for row in grid.rows] == [
         "18 B",
         "18 B (emulated)",
     ]
@@ -73,7 +75,7 @@ def test_a_box_holds_the_quantiles_on_a_round_axis() -> None:
 
 
 def test_emulated_policies_get_words_in_place_of_a_box() -> None:
-    boxes = next(chart for chart in compare_charts(build.emulated_record()) if chart.name == "times")
+    boxes = next(chart for chart in compare.charts(build.emulated_record()) if chart.name == "times")
     assert isinstance(boxes, Boxes)
     assert [(row.name, row.ends is None) for row in boxes.rows] == [
         ("fp32", False),
@@ -88,7 +90,7 @@ def test_a_checkpointed_policy_has_the_times_of_its_own_runs() -> None:
     plans = {"": 10.0, "full": 40.0}
     rows = [build.row("fp32", "equivalent" if plan else "baseline", checkpoint=plan) for plan in plans]
     runs = [build.run_record("fp32", checkpoint=p, steps=Steps(loss=[1.0], time_ms=[ms])) for p, ms in plans.items()]
-    boxes = next(c for c in compare_charts(build.compare_record(rows=rows, runs=runs)) if c.name == "times")
+    boxes = next(c for c in compare.charts(build.compare_record(rows=rows, runs=runs)) if c.name == "times")
     assert isinstance(boxes, Boxes)
     assert [(row.name, row.text) for row in boxes.rows] == [("fp32", "10.0 ms"), ("fp32, checkpointed full", "40.0 ms")]
 

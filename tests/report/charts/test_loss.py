@@ -11,8 +11,8 @@ from mezzo.records import CompareRecord, RunRecord, Steps
 from mezzo.report.charts.data import Chart, Nothing
 from mezzo.report.charts.loss import difference_charts, loss_charts
 from mezzo.report.charts.svg import svg
-from mezzo.report.colours import policy_styles
-from mezzo.report.html import compare_charts, compare_styles
+from mezzo.report.colours import policy_styles, styles_of
+from mezzo.report.pages import compare
 
 NAN, INF = math.nan, math.inf
 
@@ -28,7 +28,7 @@ def chart_of(*runs: RunRecord) -> Chart:
 
 
 def difference_of(record: CompareRecord) -> Chart:
-    (chart,) = difference_charts(record, styles=compare_styles(record))
+    (chart,) = difference_charts(record, styles=styles_of([*record.rows, *record.runs]))
     assert isinstance(chart, Chart)
     return chart
 
@@ -51,7 +51,7 @@ def test_the_colours_are_those_of_the_formats_whatever_else_is_shown() -> None:
 
 
 def test_losses_that_are_not_finite_are_crossed_inside_the_frame() -> None:
-    chart = next(c for c in compare_charts(build.compare_record()) if c.name == "loss")
+    chart = next(c for c in compare.charts(build.compare_record()) if c.name == "loss")
     assert isinstance(chart, Chart)
     marks = {line.name: line.marks for line in chart.lines}
     assert {name: [mark.x for mark in own] for name, own in marks.items() if own} == {"fp16-pure": [121, 126, 131]}
@@ -116,7 +116,7 @@ def test_a_seed_without_a_partner_is_left_out() -> None:
     )
     assert list(difference_of(record).lines[0].y) == [1.0]
     alone = record.model_copy(update={"runs": record.runs[:2]})
-    assert difference_charts(alone, styles=compare_styles(alone)) == []
+    assert difference_charts(alone, styles=styles_of([*alone.rows, *alone.runs])) == []
 
 
 def test_the_svg_holds_each_point() -> None:
@@ -136,7 +136,7 @@ def test_the_svg_holds_each_point() -> None:
 
 
 def test_a_policy_that_diverges_does_not_press_the_difference_of_the_others_flat() -> None:
-    chart = next(c for c in compare_charts(build.compare_record()) if c.name == "difference")
+    chart = next(c for c in compare.charts(build.compare_record()) if c.name == "difference")
     assert isinstance(chart, Chart)
     assert chart.y_axis.high is not None
     assert chart.y_axis.high < 0.5

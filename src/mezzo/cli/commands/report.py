@@ -99,7 +99,7 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
     """Show ``records`` and write their pages; return the page to open: that of all comparisons together, or the first."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
-    from mezzo.report.text import render, render_together
+    from mezzo.report.terminal import render, render_together
 
     if as_json and len(records) > 1:
         raise UsageError(

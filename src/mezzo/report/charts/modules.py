@@ -10,12 +10,11 @@ from mezzo.records import AuditRecord, FallbackRecord, ModuleError
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Bar, BarPart, Bars, Drawn, Nothing, TreeChart, TreeNode
 from mezzo.report.colours import format_style
-from mezzo.report.sheets.audit import PHASES
-from mezzo.report.sheets.fallback import error_text
 
 MOST_NODES = 250  # some 500 bytes of the page each
 _ALL_OPEN = 60  # nodes up to which the whole tree is unfolded
 _NEAR_SHARE = 1 / 8  # of the tolerance
+PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
 
 
 def phase_bars(record: AuditRecord) -> Drawn:
@@ -172,7 +171,7 @@ def error_tree(record: FallbackRecord) -> Drawn:
             bars=[BarPart(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
             text=_error_texts(module),
             numbers=(
-                "" if module is None or module.reason else error_text(_largest(module)),
+                "" if module is None or module.reason else fmt.error_text(_largest(module)),
                 fmt.flops_text(module.flops) if module else "",
             ),
             children=children,
@@ -188,7 +187,7 @@ def error_tree(record: FallbackRecord) -> Drawn:
     over = sum(_largest(m) > record.tolerance for m in modules.values())
     description = (
         f"{fmt.plural(len(modules), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
-        f"tolerance of {error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
+        f"tolerance of {fmt.error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
     )
     return TreeChart(
         name="tree",
@@ -232,4 +231,4 @@ def _error_texts(module: ModuleError | None) -> str:
     if module.reason:
         return fmt.clean(module.reason)
     parts = (("output", module.output), ("dgrad", module.dgrad), ("wgrad", module.wgrad), ("rounded", module.rounded))
-    return fmt.clean(f"{module.type}: " + ", ".join(f"{w} {error_text(e)}" for w, e in parts if e is not None))
+    return fmt.clean(f"{module.type}: " + ", ".join(f"{w} {fmt.error_text(e)}" for w, e in parts if e is not None))

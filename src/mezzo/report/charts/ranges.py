@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 from typing import get_args
 
-from mezzo.records import GRADIENTS, KindRange, RangeKind, RangesRecord
+from mezzo.records import GRADIENTS, Casts, KindRange, RangeKind, RangesRecord, ScaleWindow
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span, Track
 from mezzo.report.colours import Style, format_style, kind_style
-from mezzo.report.sheets.ranges import judged_window, lost_shares, power
 
 _KINDS = get_args(RangeKind)
 _LOWEST, _HIGHEST = -60, 48
@@ -126,3 +125,23 @@ def _window_text(record: RangesRecord) -> str:
         else:
             parts.append(f"{name} loses little from {power(window.lowest)} to {power(window.highest)}")
     return "; ".join(parts)
+
+
+def power(exponent: int | None) -> str:
+    """Return a power of two as text."""
+    return fmt.MISSING if exponent is None else f"2^{exponent}"
+
+
+def judged_window(record: RangesRecord) -> ScaleWindow | None:
+    """Return the scale window of the format of the policy's gradients."""
+    return next((w for w in record.windows if w.format == record.format), None)
+
+
+def lost_shares(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:
+    """Return the shares of all gradient values that become zero and that overflow, for each scale."""
+    kinds = [k for k in record.kinds if k.kind in GRADIENTS]
+    casts: list[Casts] = [c for k in kinds for c in k.casts if c.format == form]
+    total = sum(k.histogram.total for k in kinds) or 1
+    zeroed = [sum(column) / total for column in zip(*(c.zeroed for c in casts), strict=True)]
+    over = [sum(column) / total for column in zip(*(c.overflowed for c in casts), strict=True)]
+    return zeroed, over

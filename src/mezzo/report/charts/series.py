@@ -111,3 +111,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median_ms(times_ms: Sequence[float]) -> float | None:
+    """Return the median time; None if there is none."""
+    ordered = sorted(times_ms)
+    return quantile(ordered, 0.5) if ordered else None

@@ -12,7 +12,6 @@ from mezzo.report.charts import series
 from mezzo.report.charts.data import Axis, Box, Boxes, Chart, Drawn, Mark, Nothing
 from mezzo.report.charts.series import quantile
 from mezzo.report.colours import Style
-from mezzo.report.sheets import shared
 
 _MOST_SKIPS = 60
 
@@ -108,7 +107,7 @@ def time_chart(run: RunRecord, *, style: Style) -> Drawn:
         return Nothing(name="timeline", title="Time of each step", description="No step was timed.")
     ordered = sorted(v for _, v in known)
     description = (
-        f"The time of {fmt.plural(len(known), 'step')}: {fmt.ms_text(shared.median_ms(run.steps.warm_ms))} in the median; the slowest is "
+        f"The time of {fmt.plural(len(known), 'step')}: {fmt.ms_text(series.median_ms(run.steps.warm_ms))} in the median; the slowest is "
         f"step {max(known, key=lambda timed: timed[1])[0]} with {fmt.ms_text(ordered[-1])}."
     )
     return _one_line(
@@ -167,7 +166,7 @@ def time_boxes(timed: Sequence[StepTimes]) -> Drawn:
     known = {t.policy: sorted(v for v in t.times_ms if math.isfinite(v)) for t in timed}
     if not any(known[t.policy] for t in timed if not t.emulated):
         emulated = any(t.emulated for t in timed)
-        description = f"Not drawn; {shared.NOT_FOR_GPU}." if emulated else "No step was timed."
+        description = f"Not drawn; {fmt.NOT_FOR_GPU}." if emulated else "No step was timed."
         return Nothing(name="times", title=title, description=description)
     shown = [t for t in timed if not t.emulated and known[t.policy]]
     ends = {t.policy: [quantile(known[t.policy], share) for share in _QUANTILES] for t in shown}
@@ -187,7 +186,7 @@ def time_boxes(timed: Sequence[StepTimes]) -> Drawn:
 def _row(timed: StepTimes, ends: Sequence[float] | None, *, top: float) -> Box:
     name = fmt.clean(timed.policy)
     if ends is None:
-        return Box(name=name, style=timed.style, text=shared.NOT_FOR_GPU, ends=None)
+        return Box(name=name, style=timed.style, text=fmt.NOT_FOR_GPU, ends=None)
     numbers = [fmt.ms_text(end) for end in ends]
     return Box(name=name, style=timed.style, text=numbers[2], ends=[end / top for end in ends], numbers=numbers)
 

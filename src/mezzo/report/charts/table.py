@@ -8,7 +8,7 @@ from mezzo.report.charts import series
 from mezzo.report.charts.canvas import tick_text
 from mezzo.report.charts.data import AxisKind, Bars, Boxes, Chart, Drawn
 from mezzo.report.formatting import MISSING, number_text
-from mezzo.report.sheets.shared import Grid
+from mezzo.report.sections import Grid
 
 _MOST_ROWS = 12
 
@@ -23,11 +23,11 @@ def numbers_of(drawn: Drawn) -> Grid:
             (row.name, *({p.name: p.text for p in row.parts}.get(name, MISSING) for name in names), row.text)
             for row in drawn.rows
         ]
-        return Grid(heads=("", *names, "total"), rows=rows, numbers=tuple(range(1, len(names) + 2)))
+        return Grid(heads=("", *names, "total"), rows=rows, sortable=False, numbers=tuple(range(1, len(names) + 2)))
     if isinstance(drawn, Boxes):
         heads = ("", "5%", "25%", "median", "75%", "95%")
         rows = [(row.name, *row.numbers) if row.numbers else (row.name, row.text, "", "", "", "") for row in drawn.rows]
-        return Grid(heads=heads, rows=rows, numbers=(1, 2, 3, 4, 5))
+        return Grid(heads=heads, rows=rows, sortable=False, numbers=(1, 2, 3, 4, 5))
     return Grid(heads=(), rows=[])
 
 
@@ -45,7 +45,7 @@ def _chart_numbers(chart: Chart) -> Grid:
             cells.append(value)
         rows.append(tuple(cells))
     heads = (chart.x_axis.title, *(line.name for line in chart.lines))
-    return Grid(heads=heads, rows=rows, numbers=tuple(range(len(heads))))
+    return Grid(heads=heads, rows=rows, sortable=False, numbers=tuple(range(len(heads))))
 
 
 def _text(value: float, kind: AxisKind) -> str:

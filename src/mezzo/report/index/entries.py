@@ -13,7 +13,8 @@ from mezzo.errors import RecordError
 from mezzo.records import AnyRecord, CompareRecord, Environment, RunRecord, read_record
 from mezzo.report import formatting as fmt
 from mezzo.report.index.sheet import IndexLine
-from mezzo.report.views import VIEWS, command_name
+from mezzo.report.pages import command_name
+from mezzo.report.pages import page_of as said_by
 
 RECORD, PAGE = "record.json", "report.html"
 _NAME_LENGTH, _TEXT_LENGTH = 60, 160
@@ -60,9 +61,7 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         why = _short(str(record).splitlines()[0].replace(repr(str(path)), path.name), _TEXT_LENGTH)
         empty: dict[str, Any] = dict.fromkeys(("date", "script", "kind", "policies", "device"), fmt.MISSING)
         return IndexLine(place=shown, link="", word="cannot be read", tone="bad", headline=why, **empty)
-    view = VIEWS[record.kind]
-    sheet: Any = view.sheet(record)
-    answer = view.answer(record, sheet)
+    said = said_by(record)
     run: Any = getattr(record, "run", record)
     environment: Environment = run.environment
     return IndexLine(
@@ -70,14 +69,12 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         link=_address(page_of(path), folder),
         date=fmt.date_text(environment.date),
         when=environment.date,
-        script=_short(
-            PurePath(getattr(sheet, "script", "") or getattr(record, "model", "")).name or fmt.MISSING, _NAME_LENGTH
-        ),
+        script=_short(PurePath(said.script).name or fmt.MISSING, _NAME_LENGTH),
         kind=command_name(record),
         policies=_short(", ".join(_policies(record)) or fmt.MISSING, _NAME_LENGTH),
-        word=answer.word,
-        tone=answer.tone,
-        headline=_short(sheet.headline, _TEXT_LENGTH),
+        word=said.answer.word,
+        tone=said.answer.tone,
+        headline=_short(said.answer.sentence, _TEXT_LENGTH),
         device=_short(environment.gpu or environment.device, _NAME_LENGTH),
         losses=_losses(record),
     )

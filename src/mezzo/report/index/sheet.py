@@ -11,7 +11,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.charts import series
 from mezzo.report.charts.data import Axis, Chart, Line
 from mezzo.report.colours import policy_styles
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sections import Fact, Headline
 
 MOST_ROWS = 500  # some 600 bytes of the page each
 _MOST_HISTORIES = 6
@@ -54,8 +54,7 @@ class IndexSheet:
     """The words and tables of an index, ready for any view."""
 
     title: str
-    headline: str
-    facts: list[Fact]
+    answer: Headline
     entries: list[IndexLine]
     """The newest first; at most MOST_ROWS."""
     left_out: int
@@ -84,8 +83,7 @@ def index_sheet(entries: Sequence[IndexLine], folder: Path) -> IndexSheet:
     name = fmt.clean(folder.resolve().name or str(folder))
     return IndexSheet(
         title=f"Runs in {name}",
-        headline=f"{fmt.plural(len(entries), 'record')} in {name}",
-        facts=facts,
+        answer=Headline(tone="quiet", word="", sentence=f"{fmt.plural(len(entries), 'record')} in {name}", facts=facts),
         entries=shown,
         left_out=len(newest_first) - len(shown),
         histories=[_history(number, script, history) for number, (script, history) in enumerate(repeated, 1)],

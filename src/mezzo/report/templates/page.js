@@ -31,7 +31,7 @@
       if (!head.textContent.trim()) return;
       const press = document.createElement("button");
       press.type = "button";
-      press.textContent = head.textContent;
+      press.append(...head.childNodes);
       press.addEventListener("click", () => sortTable(table, head, column));
       head.replaceChildren(press);
       head.setAttribute("aria-sort", "none");

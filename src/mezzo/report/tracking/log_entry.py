@@ -31,8 +31,8 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.report.sheets.shared import memory_kinds
-from mezzo.report.text import render
+from mezzo.report.charts.memory import memory_kinds
+from mezzo.report.terminal import render
 
 Cell: TypeAlias = str | float | int | None
 SingleRunRecord: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord

@@ -1,0 +1,255 @@
+"""What an audit says: the findings first, then the tables behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from mezzo.records import AS_IS, AuditRecord
+from mezzo.records.run import WIDE
+from mezzo.report import formatting as fmt
+from mezzo.report.charts import modules
+from mezzo.report.commands import typed_policy, with_fp32
+from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
+from mezzo.report.pages import shared
+from mezzo.report.pages.findings import finding_section
+from mezzo.report.sections import (
+    FEW_ROWS,
+    Charts,
+    Fact,
+    Grid,
+    Headline,
+    NextStep,
+    Page,
+    Section,
+    SourceCode,
+    facts_section,
+)
+from mezzo.report.source import lines_of_modules, module_places
+
+_TINY = 0.01
+"""Below this share of the FLOPs, mixed precision is practically unused."""
+_UNDER_AUTOCAST = ("excluded", "list", "no rule")
+"""Causes of wide products that occur only under autocast."""
+_NOTHING_LOWERED = ("A101", "A108")
+"""Findings that mixed precision is missing or off: the fix is a policy."""
+
+
+def page(record: AuditRecord) -> Page:
+    """Return what ``record`` says."""
+    script = fmt.clean(PurePath(record.run.script).name)
+    lines = dict(reversed(lines_of_modules(record)))
+    tables = {
+        "Product FLOPs by phase and format": _phases(record),
+        "Products in FP32 or wider": _wide(record),
+        "Casts": _casts(record),
+        "Round-trip casts": _trips(record),
+        "Shapes that do not suit Tensor Cores": _problems(record),
+        "Kernels of products": _kernels(record),
+    }
+    notes = [
+        *shared.name_meant(record.run),
+        *_lowered(record),
+        *shared.facts(record.run.effective.left_alone),
+        *shared.facts(record.notes),
+    ]
+    return Page(
+        title=f"Audit of {script}",
+        script=fmt.clean(record.run.script),
+        answer=_answer(record, script),
+        sections=[
+            *(finding_section(finding, lines) for finding in record.findings),
+            Charts(
+                draw=lambda source: [
+                    modules.phase_bars(record),
+                    modules.module_tree(record, module_places(record, source)),
+                ]
+            ),
+            SourceCode(),
+            *(Section(title=title, blocks=[table], details=True, folded=True) for title, table in tables.items()),
+            Section(title="Every operation", blocks=[_operations(record)], shown_in="page", folded=True),
+            facts_section("Notes", notes, details=True),
+        ],
+        steps=best_first(_next(record)),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
+    )
+
+
+def _answer(record: AuditRecord, script: str) -> Headline:
+    """Return the formats of the products, and the number of findings."""
+    total = sum(record.flops_by_format.values())
+    shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
+    facts = [
+        Fact(what=f"FLOPs in {fmt.clean(form)}", value=fmt.share_text(flops / total)) for form, flops in shares[:3]
+    ]
+    casts = fmt.bytes_text(sum(c.bytes for c in record.casts))
+    facts.append(Fact(what="casts", value=str(sum(c.count for c in record.casts)), reason=casts))
+    traffic = "operands and results, no cache"
+    facts.append(Fact(what="memory traffic", value=fmt.bytes_text(record.bytes), reason=traffic))
+    count, failed = len(record.findings), bool(shared.error_text(record.run))
+    severe = any(finding.severity == "error" for finding in record.findings)
+    if failed or not record.steps:
+        tone, word = "bad", "failed" if failed else "no step"
+    else:
+        tone = "bad" if severe else "warn" if count else "good"
+        word = fmt.plural(count, "finding") if count else "nothing found"
+    return Headline(
+        tone=tone,
+        word=word,
+        sentence=_headline(record, script),
+        error=shared.error_and_hint(record.run) if record.run.error else "",
+        facts=facts if record.steps else [],
+    )
+
+
+def _headline(record: AuditRecord, script: str) -> str:
+    if not record.steps:
+        return f"No step of {script} was audited"
+    which = f"{'step' if len(record.steps) == 1 else 'steps'} {fmt.listed([str(step) for step in record.steps])}"
+    total = sum(record.flops_by_format.values())
+    shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
+    words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
+    policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
+    nothing = f"; {policy} {record.run.no_effect}" if record.run.changed_nothing else ""
+    summary = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
+    return f"{_hardly_used(record)}{summary}"
+
+
+def _hardly_used(record: AuditRecord) -> str:
+    """Return a sentence if the script's own mixed precision is off or affects next to nothing; empty otherwise."""
+    total = sum(record.flops_by_format.values())
+    narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
+    is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
+    if record.run.policy != AS_IS or not total or narrow >= _TINY * total:
+        return ""
+    if not is_on:
+        return "" if record.run.effective.num_lowered else "Mixed precision is off. "
+    share = f"only {fmt.share_text(narrow / total)}" if narrow else "none"
+    return f"Mixed precision is on, but {share} of the FLOPs use it. "
+
+
+def _lowered(record: AuditRecord) -> list[Fact]:
+    """Return how many operations ran below 32 bits, whether matrix products or not; empty if they were not counted."""
+    count = record.run.effective.num_lowered
+    if count is None or not record.steps:
+        return []
+    why = f"operations of the audited {'step' if len(record.steps) == 1 else 'steps'} that read or wrote such numbers"
+    return [Fact(what="below 32 bits", value=fmt.plural(count, "operation") if count else "no operation", reason=why)]
+
+
+def _phases(record: AuditRecord) -> Grid:
+    formats = list(record.flops_by_format)
+    whole = sum(record.flops_by_format.values())
+    rows = []
+    for phase in modules.PHASES:
+        flops = record.flops_by_phase.get(phase)
+        if flops:
+            share = fmt.share_text(sum(flops.values()) / whole)
+            rows.append((phase, *(fmt.flops_text(flops.get(form, 0)) for form in formats), share))
+    heads = ("phase", *map(fmt.clean, formats), "share")
+    return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))), shown=FEW_ROWS)
+
+
+def _wide(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(p.module), p.op, p.format, p.cause, fmt.clean(p.reason), fmt.flops_text(p.flops))
+        for p in record.wide_products
+    ]
+    return Grid(
+        heads=("module", "operation", "format", "cause", "reason", "FLOPs"), rows=rows, numbers=(5,), shown=FEW_ROWS
+    )
+
+
+def _casts(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(c.module), c.phase, c.of, f"{c.source} > {c.target}", str(c.count), fmt.bytes_text(c.bytes))
+        for c in record.casts
+    ]
+    return Grid(heads=("module", "phase", "of", "formats", "count", "bytes"), rows=rows, numbers=(4, 5), shown=FEW_ROWS)
+
+
+def _trips(record: AuditRecord) -> Grid:
+    rows = [
+        (
+            fmt.clean(t.module),
+            t.phase,
+            t.formats,
+            "needless" if t.needless else "needed, or due to the policy",
+            str(t.count),
+            fmt.bytes_text(t.bytes),
+        )
+        for t in record.round_trips
+    ]
+    return Grid(heads=("module", "phase", "formats", "", "count", "bytes"), rows=rows, numbers=(4, 5), shown=FEW_ROWS)
+
+
+def _problems(record: AuditRecord) -> Grid:
+    rows = [
+        (
+            fmt.clean(p.module),
+            p.phase,
+            p.op,
+            p.format,
+            f"{f'{p.batch} x ' if p.batch > 1 else ''}{p.m} x {p.n} x {p.k}",
+            "; ".join(p.problems) or f"ran {', '.join(map(fmt.clean, p.kernels))}",
+            fmt.flops_text(p.flops),
+        )
+        for p in record.products
+        if not p.eligible or p.on_tensor_cores is False
+    ]
+    return Grid(
+        heads=("module", "phase", "operation", "format", "m x n x k", "problem", "FLOPs"),
+        rows=rows,
+        numbers=(6,),
+        shown=FEW_ROWS,
+    )
+
+
+def _kernels(record: AuditRecord) -> Grid:
+    rows = [
+        (fmt.clean(k.name), "Tensor Cores" if k.tensor_cores else "none", str(k.count), fmt.ms_text(k.time_ms))
+        for k in record.kernels
+    ]
+    return Grid(heads=("kernel", "Tensor Cores", "count", "time"), rows=rows, numbers=(2, 3), shown=FEW_ROWS)
+
+
+def _operations(record: AuditRecord) -> Grid:
+    rows = [
+        (
+            fmt.clean(o.module),
+            o.phase,
+            fmt.clean(o.op),
+            ", ".join(o.inputs),
+            ", ".join(o.outputs),
+            str(o.count),
+            fmt.flops_text(o.flops) if o.flops else "",
+            fmt.bytes_text(o.bytes),
+        )
+        for o in record.operations
+    ]
+    heads = ("module", "phase", "operation", "in", "out", "count", "FLOPs", "bytes")
+    return Grid(heads=heads, rows=rows, numbers=(5, 6, 7))
+
+
+# --- what to do next -----------------------------------------------------------------------------------------------------------
+
+
+def _next(record: AuditRecord) -> Iterator[NextStep]:
+    commands, policy = ScriptCommands(record.run), typed_policy(record.run)
+    if record.run.error is not None or record.run.exit_code:
+        yield from after_failure(record.run, commands, policy)
+        return
+    if len(record.steps) == 1 and not any(record.flops_by_format.values()) and commands.script:
+        why = "that step had no matrix product; if optimizers take turns, audit a whole round"
+        yield from commands.step(why, "audit", at=f"{record.steps[0]}-{record.steps[0] + 3}")
+    wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
+    if wide:
+        yield from commands.step(
+            "see whether 16 bits train as well, and what they save", "compare", policies="fp32,bf16,fp16"
+        )
+    if record.findings and record.findings[0].code not in _NOTHING_LOWERED:
+        why = f"after fixing {record.findings[0].code}, see what is left"
+        yield from commands.again(why) if commands.script else commands.step(why, "audit")
+    if not wide:
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))

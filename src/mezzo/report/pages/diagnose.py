@@ -1,0 +1,293 @@
+"""What a diagnosis says: verdict, place, cause and fix come first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
+
+from mezzo.records import AS_IS, DiagnoseRecord, Operand, Pass, TrendStep
+from mezzo.records.run import WIDE
+from mezzo.report import formatting as fmt
+from mezzo.report.charts import loss, steps
+from mezzo.report.charts.data import Drawn
+from mezzo.report.colours import styles_of
+from mezzo.report.commands import preset_of, typed_policy, with_fp32
+from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
+from mezzo.report.pages import shared
+from mezzo.report.pages.findings import finding_section
+from mezzo.report.sections import (
+    Block,
+    Cell,
+    Charts,
+    Code,
+    Fact,
+    FactTable,
+    Grid,
+    Headline,
+    NextStep,
+    Page,
+    Paragraph,
+    Section,
+    SourceCode,
+    facts_section,
+)
+
+TITLES = {
+    "healthy": "healthy",
+    "scale_overflow": "scale overflow",
+    "range_overflow": "range overflow",
+    "invalid_operation": "invalid operation",
+    "silent_saturation": "silent saturation",
+    "undecided": "undecided",
+    "unfinished": "no verdict",
+}
+_TONES = {"healthy": "good", "undecided": "open", "unfinished": "open"}
+_NORMAL = (
+    "Skipped updates are normal at the start, one after another until a loss scale fits, and later once in a growth interval, "
+    "when a larger scale is tried."
+)
+_MANY_SKIPS = 4
+
+
+_IN_ANSWER = ("module", "operation", "line", "step", "loss scale")
+_WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
+"""The fix line of a diagnosis if it is a policy, possibly after its equivalent in the script's framework."""
+
+
+def page(record: DiagnoseRecord) -> Page:
+    """Return what ``record`` says."""
+    script, place = fmt.clean(PurePath(record.run.script).name), _place(record)
+    detail = "" if record.verdict == "unfinished" else fmt.clean(record.detail)
+    fix: list[Block] = [
+        Paragraph(text=fmt.clean(record.fix)),
+        Code(text=fmt.clean(record.fix_line), copies="Copy the line"),
+        Paragraph(text=fmt.clean(record.fix_where)),
+        Paragraph(text=fmt.clean(record.fix_note), faint=True),
+    ]
+    notes = [*_skips(record), *_ran_in(record), *shared.facts(record.notes)]
+    found: list[Block] = [
+        FactTable(rows=[_pass(number, run, record) for number, run in enumerate(record.passes, 1)]),
+        FactTable(rows=notes),
+        Paragraph(text=_NORMAL if record.num_skipped else "", faint=True),
+    ]
+    return Page(
+        title=f"{script}: {TITLES[record.verdict]}",
+        script=fmt.clean(record.run.script),
+        answer=_answer(record, script, place),
+        sections=[
+            Section(title="Where" if place else "", blocks=[Paragraph(text=detail), FactTable(rows=place)]),
+            Section(title="Fix", blocks=fix),
+            SourceCode(),
+            *map(finding_section, record.run.findings),
+            facts_section(
+                "Magnitudes of the operands",
+                [_operand(n, one) for n, one in enumerate(record.operands, 1)],
+                details=True,
+            ),
+            Charts(draw=lambda _: _charts(record)),
+            Section(title="Steps up to the last one that was not finite", blocks=[_trend(record)], details=True),
+            Section(title="How it was found", blocks=found, details=True),
+        ],
+        steps=best_first(_next(record)),
+        environment=shared.environment_facts(record.run.environment),
+        command=shared.command_text(record.run.command, record.run.environment),
+    )
+
+
+def _answer(record: DiagnoseRecord, script: str, place: list[Fact]) -> Headline:
+    facts = [fact for fact in place if fact.what in _IN_ANSWER]
+    facts = [replace(fact, value=PurePath(fact.value).name) if fact.what == "line" else fact for fact in facts]
+    if not facts:
+        skipped = f"{record.num_skipped} of {len(record.run.steps)}"
+        facts = [Fact(what="steps", value=str(len(record.run.steps))), Fact(what="skipped updates", value=skipped)]
+    nothing_tried = record.verdict == "healthy" and record.run.changed_nothing
+    return Headline(
+        tone="open" if nothing_tried else _TONES.get(record.verdict, "bad"),
+        word=TITLES[record.verdict],
+        sentence=_headline(record, script),
+        detail=_meaning(record),
+        detail_follows_word=True,
+        error=shared.error_and_hint(record.run) if record.run.error and record.verdict != "unfinished" else "",
+        facts=facts,
+    )
+
+
+def _charts(record: DiagnoseRecord) -> list[Drawn]:
+    styles = styles_of([record.run])
+    charts = [*loss.loss_charts([record.run], styles=styles), steps.scale_chart([record.run], styles=styles)]
+    return [chart for chart in charts if chart.form != "nothing"]
+
+
+def _meaning(record: DiagnoseRecord) -> str:
+    """Return what the verdict means, in a sentence that is true for every fault of its kind."""
+    name = fmt.clean(record.format).upper() or "the format"
+    if record.verdict == "silent_saturation" and record.origin == "vanished":
+        return f"values too small for {name} become 0: loss and gradients stay finite, but the gradients are wrong"
+    # A scale below 1 may help gradients; it changes neither a forward value nor one that rounding made 0.
+    of_gradients = record.phase == "backward" and record.origin != "vanished"
+    scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
+    wrong = "gradients are wrong" if record.gradient_error is not None else "loss is wrong"
+    return {
+        "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
+        "range_overflow": f"a value that {name} cannot represent, {scales}",
+        "invalid_operation": "not finite in FP32 either",
+        "undecided": _open_question(record),
+        "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the {wrong}",
+        "unfinished": ". To fix it: ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
+        "healthy": _untried(record),
+    }[record.verdict]
+
+
+def _open_question(record: DiagnoseRecord) -> str:
+    if record.perhaps == "scale_overflow" and record.steps_needed is not None:
+        return "the loss scale may settle so low that small gradients are lost, but the run is too short to tell"
+    return "a step is not finite, and no run shows why: the notes say which one is missing"
+
+
+def _untried(record: DiagnoseRecord) -> str:
+    """Return a note if nothing is wrong under a policy only because the policy had no effect."""
+    if not record.run.changed_nothing:
+        return ""
+    policy = fmt.clean(record.run.policy_shown)
+    return f"but this says nothing about {policy}, which {record.run.no_effect}: {shared.ran_text(record.run)}"
+
+
+def _ran_in(record: DiagnoseRecord) -> list[Fact]:
+    """Return the formats that were counted, and what the policy could not switch."""
+    effective = record.run.effective
+    why = "share of the FLOPs of matrix products and convolutions, in the steps whose operations were inspected"
+    shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in effective.share_by_format.items()]
+    ran = [Fact(what="ran in", value=fmt.listed(shares), reason=why)] if shares else []
+    return [*ran, *shared.facts(effective.left_alone)]
+
+
+def _headline(record: DiagnoseRecord, script: str) -> str:
+    policy = fmt.clean(record.run.policy_shown)
+    count = fmt.plural(len(record.run.steps), "step")
+    if record.verdict == "healthy" and record.run.changed_nothing:
+        return f"{script} under {policy}: every loss and gradient is finite in {count}, but {policy} {record.run.no_effect}"
+    if record.verdict == "healthy":
+        found = fmt.plural(len(record.run.findings), "finding")
+        if record.run.findings:
+            return f"{script} under {policy}: every loss and gradient is finite in {count}; {found} on the script's mixed precision"
+        return f"{script} under {policy}: nothing wrong in {count}"
+    if record.verdict == "unfinished":
+        return f"{script} under {policy}: no verdict, the run ended after {count} with exit code {record.run.exit_code}"
+    where = f"step {record.step}"
+    if record.located:
+        where += f", {record.during} of {fmt.clean(record.module)}"
+    return f"{script} under {policy}: {TITLES[record.verdict]} in {where}"
+
+
+def _place(record: DiagnoseRecord) -> list[Fact]:
+    if record.verdict in ("healthy", "unfinished") and not record.has_place:
+        return []
+    facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
+    if record.has_place:
+        result = "raised the error" if record.origin == "raised" else f"result in {fmt.clean(record.format)}"
+        facts = [
+            Fact(what="module", value=fmt.clean(record.module)),
+            Fact(what="operation", value=fmt.clean(record.op), reason=result),
+            Fact(what="line", value=fmt.clean(record.line)),
+            *facts,
+        ]
+    if record.loss_scale != 1.0:
+        facts.append(Fact(what="loss scale", value=fmt.scale_text(record.loss_scale)))
+    if record.swallowed_by:
+        facts.append(Fact(what="swallowed by", value=fmt.clean(record.swallowed_by)))
+    return facts
+
+
+def _skips(record: DiagnoseRecord) -> list[Fact]:
+    if not record.num_skipped:
+        return []
+    steps = record.run.steps
+    reason = "" if record.faulty_steps else "normal: see below"
+    first_update = next((n for n, skipped in enumerate(steps.skipped) if not skipped), None)
+    if not record.faulty_steps and first_update is not None and first_update >= _MANY_SKIPS and steps.loss_scale:
+        scale = fmt.scale_text(steps.loss_scale[first_update])
+        reason += f"; an initial loss scale of {scale} avoids {first_update} of them"
+    return [Fact(what="skipped", value=f"{record.num_skipped} of {len(steps)} updates", reason=reason)]
+
+
+def _operand(number: int, operand: Operand) -> Fact:
+    shape = " x ".join(map(str, operand.shape)) or "one number"
+    span = f"{fmt.number_text(operand.smallest)} to {fmt.number_text(operand.largest)}"
+    infinite = f"{operand.num_not_finite} not finite" if operand.num_not_finite else ""
+    return Fact(what=f"operand {number}", value=span, reason=", ".join(filter(None, [operand.format, shape, infinite])))
+
+
+def _trend(record: DiagnoseRecord) -> Grid:
+    heads = ("step", "loss", "gradient norm", "loss scale after it", "")
+    rows = [_step(step, bad=step.step in record.bad_steps) for step in record.trend]
+    return Grid(heads=heads, rows=rows, numbers=range(4), sortable=False)
+
+
+def _step(step: TrendStep, *, bad: bool) -> tuple[str | Cell, ...]:
+    note = "skipped" if step.skipped else "not finite" if bad else ""
+    scale = "" if math.isnan(step.loss_scale) else fmt.scale_text(step.loss_scale)
+    numbers = (str(step.step), fmt.number_text(step.loss), fmt.number_text(step.grad_norm), scale)
+    return (*numbers, Cell(text=note, tone="warn" if note else ""))
+
+
+def _pass(number: int, run: Pass, record: DiagnoseRecord) -> Fact:
+    typed = record.run.policy_typed if run.policy == record.run.policy else ""
+    watched = f"operations inspected in {fmt.plural(len(run.watched), 'step')}"
+    value = f"{fmt.policy_text(run.policy, typed)}, {fmt.plural(run.num_steps, 'step')}"
+    return Fact(
+        what=f"run {number}",
+        value=value,
+        reason=fmt.clean("; ".join(filter(None, [run.reason, watched, run.outcome]))),
+    )
+
+
+# --- what to do next -----------------------------------------------------------------------------------------------------------
+
+
+def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
+    commands, policy = ScriptCommands(record.run), typed_policy(record.run)
+    written = _WRITTEN.fullmatch(record.fix_line)
+    if record.verdict == "unfinished" and not record.fix_tried:
+        yield from after_failure(record.run, commands, policy)
+    elif record.verdict == "healthy" and record.run.changed_nothing:
+        yield from commands.step(f"{policy} {record.run.no_effect}; see why", "audit", policy=policy)
+    elif record.verdict == "healthy":
+        if record.run.findings:
+            yield from commands.again(f"after fixing {record.run.findings[0].code}, see whether anything is left")
+        yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
+        if record.run.policy != AS_IS and commands.script and preset_of(record.run.policy) not in WIDE:
+            why = "if it does not, find the modules or operations that lose digits"
+            yield from commands.step(why, "fallback", policy=policy)
+        if record.run.policy != AS_IS and commands.script:
+            why = "if the loss is NaN in the script's own precision, diagnose that"
+            yield from commands.step(why, "diagnose", policy=AS_IS)
+    elif record.perhaps == "scale_overflow" and record.steps_needed is not None:
+        steps = str(record.steps_needed)
+        why = f"see where the loss scale settles, in a training of {steps} steps or more"
+        yield from commands.step(why, "diagnose", policy=policy, steps=steps)
+    elif record.verdict == "undecided" and not record.fix_tried and commands.script:
+        if preset_of(record.run.policy) not in WIDE:
+            yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")
+        yield from commands.again("if the script draws from generators of its own, after setting their seeds")
+    elif written and (record.fix_tried or record.located):
+        fixed = written[1]
+        yield from commands.step("train with the fix", "run", policy=fixed)
+        yield from commands.step("see whether it trains like fp32", "compare", policies=with_fp32(fixed))
+        if not commands.script:
+            yield from commands.step("see whether the fix helps", "diagnose", policy=fixed)
+    elif record.fix and not record.fix_line and not record.fix_tried and _may_need_several_modules(record):
+        why = "no single fix is enough; search for a set of modules to keep in FP32"
+        yield from commands.step(why, "fallback", policy=policy)
+    elif record.fix:
+        why = "after changing the script, see whether anything is left"
+        yield from commands.again(why) if commands.script else commands.step(why, "diagnose", policy=policy)
+    else:
+        yield from commands.again("after setting the script's seeds, so that the step can be inspected")
+
+
+def _may_need_several_modules(record: DiagnoseRecord) -> bool:
+    tried = any(one.tries_fix for one in record.passes)
+    return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)

@@ -1,0 +1,394 @@
+"""What a prediction says: one line for each GPU and policy, the verdict last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
+
+from mezzo.records import Prediction, PredictionDetail, PredictRecord, RealGpus
+from mezzo.records.run import BATCH
+from mezzo.report import formatting as fmt
+from mezzo.report.charts.predicted import predict_charts
+from mezzo.report.commands import TypedScript
+from mezzo.report.next_steps import best_first
+from mezzo.report.pages import shared
+from mezzo.report.sections import (
+    Cell,
+    Charts,
+    Code,
+    Fact,
+    FactTable,
+    Grid,
+    Headline,
+    NextStep,
+    Page,
+    Paragraph,
+    Section,
+    facts_section,
+)
+
+REAL_GPUS = "On a real GPU: predicted, not measured"
+
+
+def page(record: PredictRecord) -> Page:
+    """Return what ``record`` says."""
+    impossible = dict.fromkeys(verdict_text(one) for one in record.predictions if not one.possible)
+    unchecked = list(
+        dict.fromkeys(
+            f"{fmt.clean(one.gpu)} in {policy_and_plan(one)}"
+            for one in record.predictions
+            if one.possible and not one.validated
+        )
+    )
+    memory = "Memory: allocated by tensors / reserved by torch's allocator / on the device."
+    slurm = Code(text=fmt.clean("\n".join(record.slurm), keep_lines=True), copies="Copy the lines")
+    return Page(
+        title=f"{_model(record)}: prediction",
+        script=fmt.clean(record.model),
+        answer=_answer(record),
+        sections=[
+            Charts(draw=lambda _: predict_charts(record)),
+            Section(
+                title="By GPU and policy",
+                blocks=[
+                    _grid(record),
+                    Paragraph(text=" ".join(impossible), faint=True),
+                    Paragraph(
+                        text=f"Not validated, for want of measurements: {fmt.listed(unchecked)}." if unchecked else "",
+                        faint=True,
+                    ),
+                ],
+            ),
+            Section(title="For Slurm", blocks=[slurm]),
+            facts_section("Does it fit?", _fit(record), details=True),
+            Section(
+                title="Memory and worth", blocks=[_worth(record), Paragraph(text=memory, faint=True)], details=True
+            ),
+            *(
+                Section(
+                    title=f"Where the time and the memory go on {fmt.clean(one.gpu)} in {policy_and_plan(one)}",
+                    blocks=[FactTable(rows=_modules(one)), FactTable(rows=_kinds(one))],
+                    shown_in="page",
+                    folded=True,
+                )
+                for one in record.predictions
+                if one.modules
+            ),
+            facts_section("Assumed", shared.facts(record.assumptions), details=True),
+        ],
+        steps=best_first(NextStep(why=fmt.clean(why), command=command) for why, command in _next(record)),
+        environment=shared.environment_facts(record.environment),
+        command=shared.command_text(record.command, record.environment),
+    )
+
+
+def _answer(record: PredictRecord) -> Headline:
+    """Return the fastest GPU that the batch fits."""
+    best, facts = record.best, []
+    detail = (
+        f"Input: {fmt.clean(record.input)}. Optimizer: {fmt.clean(record.optimizer)}{_job(record)}. "
+        f"Predicted, not measured. {_band(record)}"
+    )
+    if best is not None:
+        memory = _fitting(best) or f"{fmt.bytes_text(best.allocated_bytes)} allocated"
+        over_tf32 = f"over TF32 {fmt.ratio_text(best.over_tf32)}"
+        facts = [
+            Fact(what=f"{fmt.clean(record.unit)}/s", value=fmt.rate_text(best.throughput), reason=band_text(best)),
+            Fact(what="memory, device", value=fmt.bytes_text(best.device_bytes), reason=memory),
+            Fact(what="over FP32", value=fmt.ratio_text(best.over_fp32), reason=over_tf32),
+        ]
+        if best.largest_batch is not None:
+            fits = f"fits into {1 - record.headroom:.0%} of the memory"
+            facts.append(Fact(what="largest batch", value=fmt.count_text(best.largest_batch), reason=fits))
+    tone, word = ("bad", "does not fit") if best is None else ("quiet", "predicted")
+    return Headline(tone=tone, word=word, sentence=_headline(record), detail=detail, facts=facts)
+
+
+def _fitting(best: Prediction) -> str:
+    """Return how much memory stays free if the batch fits; empty if the memory is not known."""
+    if not best.fits or not best.gpu_bytes:
+        return ""
+    return f"fits: {1 - best.device_bytes / best.gpu_bytes:.0%} of {fmt.bytes_text(best.gpu_bytes)} stays free"
+
+
+def _band(record: PredictRecord) -> str:
+    if all(prediction.gpu == "cpu" for prediction in record.predictions):
+        return (
+            "The band is that of the trainings that calibrated this machine; no largest batch is predicted for a CPU."
+        )
+    return (
+        "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        f"the largest batch fits into {1 - record.headroom:.0%} of the memory."
+    )
+
+
+def _model(record: PredictRecord) -> str:
+    """Return the name of the model, or of the script's file."""
+    return fmt.clean(PurePath(record.model).name if record.model.endswith(".py") else record.model)
+
+
+def _headline(record: PredictRecord) -> str:
+    what = f"Batch {record.batch} of {_model(record)}"
+    if record.unit == "steps":
+        what = f"A step of {_model(record)}"
+    possible = [prediction for prediction in record.predictions if prediction.possible]
+    if not possible:
+        return f"None of these GPUs can run {_model(record)} under these policies"
+    best = record.best
+    if best is None:
+        return f"{what} fits none of these GPUs"
+    return (
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_and_plan(best)}: "
+        f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
+    )
+
+
+def _fit(record: PredictRecord) -> list[Fact]:
+    """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
+    by_gpu: dict[str, list[Prediction]] = {}
+    for prediction in record.predictions:
+        if prediction.possible:
+            by_gpu.setdefault(prediction.gpu, []).append(prediction)
+    lines = []
+    for gpu, group in by_gpu.items():
+        fitting = [prediction for prediction in group if prediction.fits]
+        word = "fits" if len(fitting) == len(group) else "fits under some" if fitting else "does not fit"
+        card = f" ({_card(group[0])})" if group[0].gpu_bytes else ""
+        each = "; ".join(f"{policy_and_plan(prediction)} {_memory_left(prediction)}" for prediction in group)
+        tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
+        lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
+    unknown = next((reason for reason in record.assumptions if reason.value == "do not follow"), None)
+    if lines and unknown is not None:
+        lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(unknown.reason)))
+    return lines
+
+
+def _memory_left(prediction: Prediction) -> str:
+    """Return the device memory of a prediction, how much is left, and the largest batch."""
+    left = ""
+    if prediction.gpu_bytes:
+        free = 1 - prediction.device_bytes / prediction.gpu_bytes
+        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
+    largest = "" if prediction.largest_batch is None else f", batch up to {fmt.count_text(prediction.largest_batch)}"
+    return f"{fmt.bytes_text(prediction.device_bytes)}{left}{largest}"
+
+
+def _grid(record: PredictRecord) -> Grid:
+    """Return a row for each GPU and policy: speed, memory and what bounds the step."""
+    unit = fmt.clean(record.unit)
+    has_cost = any(prediction.cost_per_million is not None for prediction in record.predictions)
+    cost = (f"cost\nper million {unit}",) if has_cost else ()
+    numbers = (f"{unit}/s", "10% to 90%", "step", "memory", "largest\nbatch", "over\nFP32", *cost)
+    heads = ("GPU", "policy", *numbers, "bound by")
+    rows = [_row(prediction, has_cost=has_cost) for prediction in record.predictions]
+    return Grid(heads=heads, rows=rows, numbers=range(2, len(heads) - 1), whole=(0, 3), wide=True)
+
+
+def _row(prediction: Prediction, *, has_cost: bool) -> tuple[str | Cell, ...]:
+    card = "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
+    head = (Cell(text=fmt.clean(prediction.gpu), below=(card,)), policy_and_plan(prediction))
+    if not prediction.possible:
+        return (*head, *[fmt.MISSING] * (8 if has_cost else 7))
+    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
+    cost = (
+        fmt.MISSING if prediction.cost_per_million is None else fmt.number_text(prediction.cost_per_million, digits=3)
+    )
+    return (
+        *head,
+        fmt.rate_text(prediction.throughput),
+        band_text(prediction),
+        fmt.ms_text(prediction.step_ms),
+        fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else ", too much"),
+        fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
+        fmt.ratio_text(prediction.over_fp32),
+        *([cost] if has_cost else []),
+        f"{bound} {fmt.share_text(prediction.bounds[bound])}" if bound else fmt.MISSING,
+    )
+
+
+def _worth(record: PredictRecord) -> FactTable:
+    """Return all kinds of memory, and whether a policy is worth it."""
+    rows = []
+    for one in record.predictions:
+        sizes = (one.allocated_bytes, one.reserved_bytes, one.device_bytes)
+        value = " / ".join(map(fmt.bytes_text, sizes)) if one.possible else fmt.MISSING
+        what = f"{fmt.clean(one.gpu)}, {policy_and_plan(one)}"
+        rows.append(Fact(what=what, value=value, reason=verdict_text(one, _trade(one, record))))
+    return FactTable(rows=rows, heads=("", "allocated / reserved / device", "is it worth it?"))
+
+
+def _modules(prediction: Prediction) -> list[Fact]:
+    return [
+        Fact(what=fmt.clean(one.module), value=fmt.share_text(one.share), reason=f"mostly {one.bound}")
+        for one in prediction.modules
+    ]
+
+
+def _kinds(prediction: Prediction) -> list[Fact]:
+    return [Fact(what=kind, value=fmt.bytes_text(size)) for kind, size in sorted(prediction.memory_bytes.items())]
+
+
+def band_text(prediction: Prediction) -> str:
+    """Return the error band of the throughput."""
+    return f"{fmt.rate_text(prediction.throughput_low)} to {fmt.rate_text(prediction.throughput_high)}"
+
+
+def verdict_text(prediction: Prediction, trade: str = "") -> str:
+    """Return whether the policy is worth it on its GPU, or else the ``trade`` of checkpointing, and what limits the prediction."""
+    if not prediction.possible:
+        return f"{fmt.clean(prediction.reason)}."
+    basis = "" if prediction.validated else "Not validated: no measurements to compare it with."
+    notes = [
+        "" if prediction.fits else "Does not fit.",
+        trade or prediction.verdict,
+        f"{prediction.reason}." if prediction.reason else "",
+        "The rates were measured on this machine; the band is that of its calibration."
+        if prediction.calibrated
+        else basis,
+    ]
+    return fmt.clean(" ".join(filter(None, notes)))
+
+
+def _job(record: PredictRecord) -> str:
+    """Return how many GPUs train together, if several do."""
+    return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
+
+
+def policy_and_plan(prediction: Prediction | PredictionDetail) -> str:
+    """Return the policy with its plan of checkpointing."""
+    return fmt.clean(f"{prediction.policy}, {prediction.checkpoint}" if prediction.checkpoint else prediction.policy)
+
+
+def _trade(prediction: Prediction, record: PredictRecord) -> str:
+    """Return what checkpointing costs and saves, compared with the same policy on the same GPU without it."""
+    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (prediction.gpu, prediction.policy, ""))
+    plain = next(same, None)
+    if not prediction.checkpoint or plain is None or not plain.possible:
+        return ""
+    slower = prediction.step_ms / plain.step_ms - 1
+    saved = fmt.bytes_text(max(0, plain.allocated_bytes - prediction.allocated_bytes))
+    return f"Checkpointing saves {saved}; the step takes {slower:.0%} longer."
+
+
+def _card(prediction: Prediction) -> str:
+    return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
+
+
+# --- Predictions for other GPUs, next to measurements on this machine -----------------------------------------------------------
+
+
+def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
+    """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested."""
+    if predicted is None:
+        return []
+    left_out = shared.facts(predicted.not_predicted)
+    if predicted.reason:
+        why = Paragraph(text=f"Not predicted: {fmt.clean(predicted.reason)}.")
+        return [
+            Section(title=REAL_GPUS, blocks=[why], details=True),
+            Section(title="Not predicted", blocks=[FactTable(rows=left_out)], shown_in="page", folded=True),
+        ]
+    verdicts = [
+        Fact(what=f"{fmt.clean(prediction.gpu)}, {fmt.clean(prediction.policy)}", value=verdict_text(prediction))
+        for prediction in predicted.predictions
+    ]
+    return [
+        Section(
+            title=REAL_GPUS,
+            blocks=[_real_gpus(predicted), Paragraph(text=_traced(predicted), faint=True)],
+            details=True,
+        ),
+        Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
+        Section(
+            title="Assumed", blocks=[FactTable(rows=shared.facts(predicted.assumptions))], shown_in="page", folded=True
+        ),
+    ]
+
+
+def _traced(predicted: RealGpus) -> str:
+    """Return how the predictions were made."""
+    of_batch = "" if predicted.unit == "steps" else f"Batch {predicted.batch} of this script. "
+    possible = [prediction for prediction in predicted.predictions if prediction.possible]
+    fits = "" if all(prediction.fits for prediction in possible) else " A batch that does not fit is marked."
+    return (
+        f"{of_batch}A step was traced on this machine without computing its numbers, and timed by formulas that are calibrated on "
+        f"public measurements (docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}"
+    )
+
+
+def _real_gpus(predicted: RealGpus) -> Grid:
+    unit = fmt.clean(predicted.unit)
+    heads = ("GPU", "policy", f"{unit}/s", "10% to 90%", "step", "over FP32", "over TF32", "memory", "largest batch")
+    return Grid(heads=heads, rows=[_real_gpu(one) for one in predicted.predictions], numbers=range(2, len(heads)))
+
+
+def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
+    head = fmt.clean(prediction.gpu), fmt.clean(prediction.policy)
+    if not prediction.possible:
+        return (*head, *[fmt.MISSING] * 7)
+    memory = fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else " (does not fit)")
+    return (
+        *head,
+        fmt.rate_text(prediction.throughput),
+        band_text(prediction),
+        fmt.ms_text(prediction.step_ms),
+        fmt.ratio_text(prediction.over_fp32),
+        fmt.ratio_text(prediction.over_tf32),
+        memory,
+        fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
+    )
+
+
+# --- what to do next -----------------------------------------------------------------------------------------------------------
+
+
+_RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
+"""Policies of a prediction that ``mezzo run`` accepts under the same name."""
+_SPARE = 0.13
+"""Share of a GPU's memory to leave free for errors of the prediction."""
+_MIN_GIB = 0.1
+_MUCH = 0.5
+"""Above this share of a GPU's memory, checkpointing is worth a slower step."""
+
+
+def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
+    """Yield reasons and commands to type after a prediction for a script; nothing for a model by name."""
+    script = TypedScript.typed(record.command, record.model)
+    if script is None:  # a model by name
+        return
+    arguments = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
+    script = replace(script, arguments=arguments, variables=record.environment.variables)
+    best = record.best
+    if best is not None:
+        why = f"see which policy trains like fp32, answered for {best.gpu}"
+        yield why, script.under("check", gpu=best.gpu, **_policies(script))
+    tight = [
+        prediction
+        for prediction in record.predictions
+        if prediction.possible and not prediction.fits and prediction.gpu != "cpu"
+    ]
+    budgets = [(prediction, kept) for prediction in tight if (kept := _left_for_activations(prediction)) is not None]
+    if budgets:
+        prediction, kept = max(budgets, key=lambda pair: pair[0].throughput)
+        why = f"it does not fit on {prediction.gpu} in {prediction.policy}; keep less for the backward pass"
+        yield why, script.under("run", policy=prediction.policy, checkpoint=kept)
+    elif best is not None and best.policy in _RUNS and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
+        why = "see what checkpointing costs and saves on this machine, with the same batch"
+        yield why, script.under("compare", policies=best.policy, checkpoint="full")
+
+
+def _policies(script: TypedScript) -> dict[str, str]:
+    """Return the policies as typed, if they include one that a check can compare with FP32."""
+    typed = script.options.get("--policies", ("",))[-1]
+    return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
+
+
+def _left_for_activations(prediction: Prediction) -> str | None:
+    """Return how much may be kept for the backward pass if all else is as predicted; None if no memory is left for that."""
+    kept = prediction.memory_bytes.get("activations", 0)
+    if prediction.gpu_bytes is None or not kept or prediction.policy not in _RUNS:
+        return None
+    left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
+    gib = left / 2**30
+    return None if gib < _MIN_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"
