@@ -15,9 +15,9 @@ from pathlib import Path
 import matplotlib
 import torch
 
+from mezzo.commands.ranges.record import GRADIENTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from mezzo.records import RangesRecord, read_record
-from mezzo.records.ranges import GRADIENTS
 from mezzo.report.colours import policy_style
 
 matplotlib.use("Agg")

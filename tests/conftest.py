@@ -122,8 +122,8 @@ def _fp32_products_stay() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction beside every comparison would trace its script four times; a test that wants it puts the function back."""
-    for place in ("predictions.real_gpus", "check_record"):
-        monkeypatch.setattr(f"mezzo.cli.{place}.predicted_for", lambda *_, **__: None)
+    for place in ("predict.real_gpus", "check.conclusion"):
+        monkeypatch.setattr(f"mezzo.commands.{place}.predicted_for", lambda *_, **__: None)
 
 
 @pytest.fixture(params=WAYS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mezzo.measure.compare import compare
+from mezzo.commands.compare.judge import compare
 from mezzo.records import CompareRecord, Environment, Metric, Row, RunRecord, Steps
 
 ENVIRONMENT = Environment(

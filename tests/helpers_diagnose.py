@@ -13,8 +13,8 @@ import updates
 from fixed import FIXED, Fixed
 
 import faults
+from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.launch.request import Request, policy_text
-from mezzo.launch.several.passes import diagnose_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mezzo import Policy, PolicyError
+from mezzo.commands.diagnose import fixes
 from mezzo.explain import Choice
 from mezzo.frameworks import keras, paddle
 from mezzo.frameworks.paddle_lines import in_paddle
-from mezzo.observe.nonfinite import fixes
 
 KERAS = {
     "float32": "fp32",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.verdicts.rates import Array, Rate, drawn, worst
-from mezzo.measure.compare.baseline import Baseline
-from mezzo.measure.compare.pairing import grouped
+from mezzo.commands.compare.baseline import Baseline
+from mezzo.commands.compare.pairing import grouped
 from mezzo.records import Environment, RunRecord, Steps
 
 LENGTHS = {5: 400, 20: 400, 100: 200, 500: 60, 2000: 30}

@@ -11,9 +11,9 @@ import itertools
 import numpy as np
 
 from benchmarks.verdicts.rates import Rate
-from mezzo.measure.compare.quantities import Margin, Quantity
-from mezzo.measure.compare.scales import Absolute
-from mezzo.measure.compare.verdicts import DECIDED_SHARE, seeds_needed
+from mezzo.commands.compare.quantities import Margin, Quantity
+from mezzo.commands.compare.scales import Absolute
+from mezzo.commands.compare.verdicts import DECIDED_SHARE, seeds_needed
 
 DIFFERENCES = (0.0, 0.3, 0.5, 1.5, 2.0)
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)

@@ -6,8 +6,6 @@ costs nothing and needs no torch.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -44,27 +42,16 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 
-@functools.cache
-def _homes() -> dict[str, str]:
-    """Return the module of each public name, as the imports above state it; read on first use, from an archive as well."""
-    import ast
-    import pkgutil
-
-    source = pkgutil.get_data(__name__, "__init__.py") or b""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
-
-
 def __getattr__(name: str) -> object:
-    if name == "__all__":  # asked for by `from mezzo import *`
-        return sorted(_homes())
-    if name not in _homes():
-        raise AttributeError(f"module 'mezzo' has no attribute {name!r}; it has {', '.join(sorted(_homes()))}")
-    return getattr(importlib.import_module(_homes()[name]), name)
+    from mezzo.lazy_names import value_of
+
+    return value_of("mezzo", name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_homes())
+    from mezzo.lazy_names import modules_by_name
+
+    return sorted(modules_by_name("mezzo"))
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -16,6 +16,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
+from mezzo.commands.diagnose.where import where_to_write
+from mezzo.commands.fallback.find import find
+from mezzo.commands.fallback.trials import Ahead
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
@@ -28,12 +32,8 @@ from mezzo.observe.audit.kernels import KernelWatch
 from mezzo.observe.audit.observer import audit_record
 from mezzo.observe.audit.operations import interpret, weights_of
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
-from mezzo.observe.fallback.find import find
-from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
-from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
-from mezzo.observe.nonfinite.where import where_to_write
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.stopping import StopScript

@@ -11,12 +11,12 @@ import pytest
 from paddle_loops import Square
 from paddle_runs import AS_IS, fit, numbers, observed, paddle
 
+from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
 from mezzo.formats import BF16, FP16
 from mezzo.launch.paddle.nonfinite.lost_values import ValueFollower
 from mezzo.launch.paddle.nonfinite.observer import NonFinite
 from mezzo.launch.paddle.nonfinite.replay import KEPT, NO_UPPER, NONE, gradients, rounded_within
 from mezzo.launch.paddle.rounding import round_to_fp16
-from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from paddle_runs import batches, network, numbers, observed, paddle
 
+from mezzo.commands.fallback.find import find
+from mezzo.commands.fallback.trials import Ahead
 from mezzo.errors import ScriptError
 from mezzo.launch.paddle.fallback.local_errors import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
-from mezzo.observe.fallback.find import find
-from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord

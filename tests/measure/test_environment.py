@@ -102,6 +102,6 @@ def test_an_nvidia_smi_that_hangs_or_vanishes_gives_no_driver(
 
 
 def test_importing_the_module_imports_no_torch() -> None:
-    code = "import sys, mezzo.measure.environment, mezzo.measure.doctor, mezzo.measure.compare; print('torch' in sys.modules)"
+    code = "import sys, mezzo.measure.environment, mezzo.measure.doctor, mezzo.commands.compare.judge; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

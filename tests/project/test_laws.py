@@ -55,6 +55,7 @@ FACTS = "errors version secrets temporary library_files formats devices gpus cud
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
+    "lazy_names": "",
     "version": "",
     "secrets": "",
     "temporary": "",
@@ -68,18 +69,19 @@ MAY_IMPORT = {
     "policyfields": "errors policy",  # the policy as a type only
     "policy": "errors formats devices oplists policyfields explain",
     "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
-    "records": "errors secrets records",
+    "records": "errors secrets lazy_names records",  # with each command's record
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
     "observe": f"{FACTS} engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
-    "callables": f"{FACTS} measure observe launch",
-    "report": "errors secrets records report",
+    "callables": f"{FACTS} measure observe launch commands",
+    "report": "errors secrets records report",  # with each command's page
     "notebook": "temporary records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
-    "cli": f"{FACTS} engine measure observe patching launch report cli __init__",
-    "__init__": f"{FACTS} engine measure callables report notebook",  # on first use only, or in a notebook
+    "commands": f"{FACTS} frameworks engine measure observe patching launch report cli commands __init__",
+    "cli": f"{FACTS} engine measure observe patching launch report cli commands __init__",
+    "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
 
@@ -144,9 +146,14 @@ def module_of(path: str) -> str:
     return ".".join(["mezzo", *path.removesuffix(".py").removesuffix("__init__").strip("/").split("/")]).rstrip(".")
 
 
+LIGHT_PARTS = {"record": "records", "page": "report", "together": "report"}
+"""Files in a command's folder that belong to a room of which all may read records: they import nothing else of the command."""
+
+
 def room_of(module: str) -> str:
     """Return the room of a dotted name: ``mezzo.engine.session`` lies in ``engine``, ``mezzo`` in ``__init__``."""
-    return module.split(".")[1] if "." in module else "__init__"
+    _, room, *inner = [*module.split("."), "__init__"]
+    return LIGHT_PARTS.get(inner[-2], room) if room == "commands" and len(inner) == 3 else room
 
 
 def imports_of(source: str, path: str, modules: set[str]) -> list[Import]:
@@ -199,7 +206,7 @@ def forbidden_imports(sources: dict[str, str]) -> list[str]:
 
 
 def _room_of_file(path: str) -> str:
-    return path.split("/")[0].removesuffix(".py")
+    return room_of(module_of(path))
 
 
 def import_cycle(sources: dict[str, str]) -> list[str]:
@@ -653,7 +660,7 @@ def run_python(code: str, *args: str, folder: Path | None = None) -> subprocess.
 
 
 def test_light_modules_do_not_import_torch() -> None:
-    views = [module_of(path) for path in SOURCES if path.startswith("report/")]
+    views = [module_of(path) for path in SOURCES if _room_of_file(path) in ("report", "records")]
     done = run_python(IMPORT_EACH, "mezzo", "mezzo.patching", *LIGHT_MODULES, *views)
     assert done.returncode == 0, done.stderr
 
@@ -693,8 +700,8 @@ TREES: list[tuple[dict[str, str], list[str], list[str]]] = [
     ({"report/__init__.py": "from .b import x\n", "report/b.py": ""}, [], []),
     ({"engine/a.py": "from mezzo import __version__\n"}, ["engine/a.py:1 imports mezzo"], []),
     (
-        {"engine/a.py": "import importlib\nimportlib.import_module('mezzo.cli.commands.run')\n"},
-        ["engine/a.py:2 imports mezzo.cli.commands.run"],
+        {"engine/a.py": "import importlib\nimportlib.import_module('mezzo.commands.run.command')\n"},
+        ["engine/a.py:2 imports mezzo.commands.run.command"],
         [],
     ),
     (

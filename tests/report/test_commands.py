@@ -216,13 +216,13 @@ def test_another_command_gets_every_option_that_it_has_too_or_there_is_a_reason(
 WRITERS = {
     # the files that write words as a shell line, and which command that is
     "cli/live_log.py": "the command as typed, for a tracker",
-    "cli/patches.py": "patch(1)",
-    "cli/commands/report.py": "mezzo report on the folder as typed",
+    "commands/check/patches.py": "patch(1)",
+    "commands/report/command.py": "mezzo report on the folder as typed",
     "cli/results.py": "mezzo report on the record",
     "cli/script.py": "identities, and the script's own command",
     "cli/usage.py": "the words as typed, one of them mended",
     "cli/first_word.py": "the words as typed, mended",
-    "cli/predictions/traced.py": "the words as typed, without one of script and model",
+    "commands/predict/traced.py": "the words as typed, without one of script and model",
     "cli/words.py": "the words as typed, with the folder",
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",

@@ -11,24 +11,22 @@ from typing import Annotated, cast
 import typer
 from typer.main import get_command
 
-from mezzo.cli.commands import (
-    audit,
-    check,
-    compare,
-    diagnose,
-    doctor,
-    fallback,
-    predict,
-    ranges,
-    report,
-    resume_check,
-    run,
-    tune,
-    watch,
-)
 from mezzo.cli.help.shown import NAMES, Command, Commands, ScriptCommand
 from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error
+from mezzo.commands.audit import command as audit
+from mezzo.commands.check import command as check
+from mezzo.commands.compare import command as compare
+from mezzo.commands.diagnose import command as diagnose
+from mezzo.commands.doctor import command as doctor
+from mezzo.commands.fallback import command as fallback
+from mezzo.commands.predict import command as predict
+from mezzo.commands.ranges import command as ranges
+from mezzo.commands.report import command as report
+from mezzo.commands.resume_check import command as resume_check
+from mezzo.commands.run import command as run
+from mezzo.commands.tune import command as tune
+from mezzo.commands.watch import command as watch
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.torchrun_error import REASON

@@ -5,115 +5,128 @@ record is JSON with a ``kind`` and a ``schema_version``; a reader refuses a vers
 not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``: JSON has no such numbers, and a NaN
 is just what this tool exists to show.
 
-Imports no torch.
+A record lies with its command, and is imported on first use. Imports no torch.
 """
 
 from __future__ import annotations
 
-from mezzo.records.audit import AuditRecord as AuditRecord
-from mezzo.records.audit import CastTotal as CastTotal
-from mezzo.records.audit import Cause as Cause
-from mezzo.records.audit import Kernel as Kernel
-from mezzo.records.audit import Operation as Operation
-from mezzo.records.audit import Phase as Phase
-from mezzo.records.audit import Product as Product
-from mezzo.records.audit import RoundTrip as RoundTrip
-from mezzo.records.audit import WideProduct as WideProduct
-from mezzo.records.bottleneck import Bottleneck as Bottleneck
-from mezzo.records.bottleneck import GpuUse as GpuUse
-from mezzo.records.bottleneck import Limit as Limit
-from mezzo.records.check import Answer as Answer
-from mezzo.records.check import CheckRecord as CheckRecord
-from mezzo.records.check import CheckStage as CheckStage
-from mezzo.records.check import Decision as Decision
-from mezzo.records.check import Gain as Gain
-from mezzo.records.check import StageName as StageName
-from mezzo.records.compare import FAILING as FAILING
-from mezzo.records.compare import NOT_EQUIVALENT as NOT_EQUIVALENT
-from mezzo.records.compare import CompareRecord as CompareRecord
-from mezzo.records.compare import Difference as Difference
-from mezzo.records.compare import Row as Row
-from mezzo.records.compare import ScaleName as ScaleName
-from mezzo.records.compare import SharedFile as SharedFile
-from mezzo.records.compare import Verdict as Verdict
-from mezzo.records.diagnose import Diagnosed as Diagnosed
-from mezzo.records.diagnose import DiagnoseRecord as DiagnoseRecord
-from mezzo.records.diagnose import Operand as Operand
-from mezzo.records.diagnose import Pass as Pass
-from mezzo.records.diagnose import StepPhase as StepPhase
-from mezzo.records.diagnose import TrendStep as TrendStep
-from mezzo.records.doctor import DeviceReport as DeviceReport
-from mezzo.records.doctor import DoctorRecord as DoctorRecord
-from mezzo.records.doctor import FormatSupport as FormatSupport
-from mezzo.records.fallback import FallbackRecord as FallbackRecord
-from mezzo.records.fallback import FallbackVerdict as FallbackVerdict
-from mezzo.records.fallback import ModuleError as ModuleError
-from mezzo.records.fallback import Verification as Verification
-from mezzo.records.fallback import clear_error as clear_error
-from mezzo.records.files import AnyRecord as AnyRecord
-from mezzo.records.files import Record as Record
-from mezzo.records.files import read_record as read_record
-from mezzo.records.files import record_at as record_at
-from mezzo.records.files import write_record as write_record
-from mezzo.records.findings import Finding as Finding
-from mezzo.records.findings import Severity as Severity
-from mezzo.records.guardrails import Alarm as Alarm
-from mezzo.records.guardrails import AlarmKind as AlarmKind
-from mezzo.records.guardrails import GuardAction as GuardAction
-from mezzo.records.guardrails import Guardrails as Guardrails
-from mezzo.records.guardrails import HeldModule as HeldModule
-from mezzo.records.guardrails import OutOfMemory as OutOfMemory
-from mezzo.records.guardrails import Rewind as Rewind
-from mezzo.records.predict import BatchCurve as BatchCurve
-from mezzo.records.predict import MemoryTimeline as MemoryTimeline
-from mezzo.records.predict import ModuleShare as ModuleShare
-from mezzo.records.predict import ModuleTime as ModuleTime
-from mezzo.records.predict import Prediction as Prediction
-from mezzo.records.predict import PredictionDetail as PredictionDetail
-from mezzo.records.predict import PredictRecord as PredictRecord
-from mezzo.records.predict import RealGpus as RealGpus
-from mezzo.records.ranges import GRADIENTS as GRADIENTS
-from mezzo.records.ranges import Casts as Casts
-from mezzo.records.ranges import FormatLimits as FormatLimits
-from mezzo.records.ranges import Histogram as Histogram
-from mezzo.records.ranges import KindRange as KindRange
-from mezzo.records.ranges import RangeKind as RangeKind
-from mezzo.records.ranges import RangesRecord as RangesRecord
-from mezzo.records.ranges import ScaleWindow as ScaleWindow
-from mezzo.records.ranges import TensorRange as TensorRange
-from mezzo.records.ranges import UpdateLoss as UpdateLoss
-from mezzo.records.resume_check import MissingState as MissingState
-from mezzo.records.resume_check import ResumeCheckRecord as ResumeCheckRecord
-from mezzo.records.resume_check import ResumeVerdict as ResumeVerdict
-from mezzo.records.run import AS_IS as AS_IS
-from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
-from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
-from mezzo.records.run import COMPILED as COMPILED
-from mezzo.records.run import CUDA_GRAPH as CUDA_GRAPH
-from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
-from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
-from mezzo.records.run import NOT_COUNTED as NOT_COUNTED
-from mezzo.records.run import OWN_16_BITS as OWN_16_BITS
-from mezzo.records.run import Effective as Effective
-from mezzo.records.run import FileRead as FileRead
-from mezzo.records.run import Loss as Loss
-from mezzo.records.run import Memory as Memory
-from mezzo.records.run import Metric as Metric
-from mezzo.records.run import Placement as Placement
-from mezzo.records.run import RankRun as RankRun
-from mezzo.records.run import RunRecord as RunRecord
-from mezzo.records.run import SnapshotProof as SnapshotProof
-from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
-from mezzo.records.run import Steps as Steps
-from mezzo.records.run import inspecting as inspecting
-from mezzo.records.tune import TuneDecision as TuneDecision
-from mezzo.records.tune import TuneRecord as TuneRecord
-from mezzo.records.tune import TuneRow as TuneRow
-from mezzo.records.tune import TuneState as TuneState
-from mezzo.records.tune import TuneTrial as TuneTrial
-from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
-from mezzo.records.values import Environment as Environment
-from mezzo.records.values import Reason as Reason
-from mezzo.records.values import Value as Value
-from mezzo.records.values import WholeRecord as WholeRecord
-from mezzo.records.values import varied as varied
+from typing import TYPE_CHECKING
+
+from mezzo.lazy_names import modules_by_name, value_of
+
+if TYPE_CHECKING:
+    from mezzo.commands.audit.record import AuditRecord as AuditRecord
+    from mezzo.commands.audit.record import CastTotal as CastTotal
+    from mezzo.commands.audit.record import Cause as Cause
+    from mezzo.commands.audit.record import Kernel as Kernel
+    from mezzo.commands.audit.record import Operation as Operation
+    from mezzo.commands.audit.record import Phase as Phase
+    from mezzo.commands.audit.record import Product as Product
+    from mezzo.commands.audit.record import RoundTrip as RoundTrip
+    from mezzo.commands.audit.record import WideProduct as WideProduct
+    from mezzo.commands.check.record import Answer as Answer
+    from mezzo.commands.check.record import CheckRecord as CheckRecord
+    from mezzo.commands.check.record import CheckStage as CheckStage
+    from mezzo.commands.check.record import Decision as Decision
+    from mezzo.commands.check.record import Gain as Gain
+    from mezzo.commands.check.record import StageName as StageName
+    from mezzo.commands.compare.record import FAILING as FAILING
+    from mezzo.commands.compare.record import NOT_EQUIVALENT as NOT_EQUIVALENT
+    from mezzo.commands.compare.record import CompareRecord as CompareRecord
+    from mezzo.commands.compare.record import Difference as Difference
+    from mezzo.commands.compare.record import Row as Row
+    from mezzo.commands.compare.record import ScaleName as ScaleName
+    from mezzo.commands.compare.record import SharedFile as SharedFile
+    from mezzo.commands.compare.record import Verdict as Verdict
+    from mezzo.commands.diagnose.record import Diagnosed as Diagnosed
+    from mezzo.commands.diagnose.record import DiagnoseRecord as DiagnoseRecord
+    from mezzo.commands.diagnose.record import Operand as Operand
+    from mezzo.commands.diagnose.record import Pass as Pass
+    from mezzo.commands.diagnose.record import StepPhase as StepPhase
+    from mezzo.commands.diagnose.record import TrendStep as TrendStep
+    from mezzo.commands.doctor.record import DeviceReport as DeviceReport
+    from mezzo.commands.doctor.record import DoctorRecord as DoctorRecord
+    from mezzo.commands.doctor.record import FormatSupport as FormatSupport
+    from mezzo.commands.fallback.record import FallbackRecord as FallbackRecord
+    from mezzo.commands.fallback.record import FallbackVerdict as FallbackVerdict
+    from mezzo.commands.fallback.record import ModuleError as ModuleError
+    from mezzo.commands.fallback.record import Verification as Verification
+    from mezzo.commands.fallback.record import clear_error as clear_error
+    from mezzo.commands.predict.record import BatchCurve as BatchCurve
+    from mezzo.commands.predict.record import MemoryTimeline as MemoryTimeline
+    from mezzo.commands.predict.record import ModuleShare as ModuleShare
+    from mezzo.commands.predict.record import ModuleTime as ModuleTime
+    from mezzo.commands.predict.record import Prediction as Prediction
+    from mezzo.commands.predict.record import PredictionDetail as PredictionDetail
+    from mezzo.commands.predict.record import PredictRecord as PredictRecord
+    from mezzo.commands.predict.record import RealGpus as RealGpus
+    from mezzo.commands.ranges.record import GRADIENTS as GRADIENTS
+    from mezzo.commands.ranges.record import Casts as Casts
+    from mezzo.commands.ranges.record import FormatLimits as FormatLimits
+    from mezzo.commands.ranges.record import Histogram as Histogram
+    from mezzo.commands.ranges.record import KindRange as KindRange
+    from mezzo.commands.ranges.record import RangeKind as RangeKind
+    from mezzo.commands.ranges.record import RangesRecord as RangesRecord
+    from mezzo.commands.ranges.record import ScaleWindow as ScaleWindow
+    from mezzo.commands.ranges.record import TensorRange as TensorRange
+    from mezzo.commands.ranges.record import UpdateLoss as UpdateLoss
+    from mezzo.commands.resume_check.record import MissingState as MissingState
+    from mezzo.commands.resume_check.record import ResumeCheckRecord as ResumeCheckRecord
+    from mezzo.commands.resume_check.record import ResumeVerdict as ResumeVerdict
+    from mezzo.commands.tune.record import TuneDecision as TuneDecision
+    from mezzo.commands.tune.record import TuneRecord as TuneRecord
+    from mezzo.commands.tune.record import TuneRow as TuneRow
+    from mezzo.commands.tune.record import TuneState as TuneState
+    from mezzo.commands.tune.record import TuneTrial as TuneTrial
+    from mezzo.records.bottleneck import Bottleneck as Bottleneck
+    from mezzo.records.bottleneck import GpuUse as GpuUse
+    from mezzo.records.bottleneck import Limit as Limit
+    from mezzo.records.files import AnyRecord as AnyRecord
+    from mezzo.records.files import Record as Record
+    from mezzo.records.files import read_record as read_record
+    from mezzo.records.files import record_at as record_at
+    from mezzo.records.files import write_record as write_record
+    from mezzo.records.findings import Finding as Finding
+    from mezzo.records.findings import Severity as Severity
+    from mezzo.records.guardrails import Alarm as Alarm
+    from mezzo.records.guardrails import AlarmKind as AlarmKind
+    from mezzo.records.guardrails import GuardAction as GuardAction
+    from mezzo.records.guardrails import Guardrails as Guardrails
+    from mezzo.records.guardrails import HeldModule as HeldModule
+    from mezzo.records.guardrails import OutOfMemory as OutOfMemory
+    from mezzo.records.guardrails import Rewind as Rewind
+    from mezzo.records.run import AS_IS as AS_IS
+    from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
+    from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
+    from mezzo.records.run import COMPILED as COMPILED
+    from mezzo.records.run import CUDA_GRAPH as CUDA_GRAPH
+    from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
+    from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
+    from mezzo.records.run import NOT_COUNTED as NOT_COUNTED
+    from mezzo.records.run import OWN_16_BITS as OWN_16_BITS
+    from mezzo.records.run import Effective as Effective
+    from mezzo.records.run import FileRead as FileRead
+    from mezzo.records.run import Loss as Loss
+    from mezzo.records.run import Memory as Memory
+    from mezzo.records.run import Metric as Metric
+    from mezzo.records.run import Placement as Placement
+    from mezzo.records.run import RankRun as RankRun
+    from mezzo.records.run import RunRecord as RunRecord
+    from mezzo.records.run import SnapshotProof as SnapshotProof
+    from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
+    from mezzo.records.run import Steps as Steps
+    from mezzo.records.run import inspecting as inspecting
+    from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
+    from mezzo.records.values import Environment as Environment
+    from mezzo.records.values import Reason as Reason
+    from mezzo.records.values import Value as Value
+    from mezzo.records.values import WholeRecord as WholeRecord
+    from mezzo.records.values import varied as varied
+
+
+def __getattr__(name: str) -> object:
+    return value_of("mezzo.records", name)
+
+
+def __dir__() -> list[str]:
+    return sorted(modules_by_name("mezzo.records"))

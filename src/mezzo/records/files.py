@@ -14,18 +14,18 @@ from typing import Annotated, TypeAlias, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from mezzo.commands.audit.record import AuditRecord
+from mezzo.commands.check.record import CheckRecord
+from mezzo.commands.compare.record import CompareRecord
+from mezzo.commands.diagnose.record import DiagnoseRecord
+from mezzo.commands.doctor.record import DoctorRecord
+from mezzo.commands.fallback.record import FallbackRecord
+from mezzo.commands.predict.record import PredictRecord
+from mezzo.commands.ranges.record import RangesRecord
+from mezzo.commands.resume_check.record import ResumeCheckRecord
+from mezzo.commands.tune.record import TuneRecord
 from mezzo.errors import HOW_TO_UPDATE, RecordError
-from mezzo.records.audit import AuditRecord
-from mezzo.records.check import CheckRecord
-from mezzo.records.compare import CompareRecord
-from mezzo.records.diagnose import DiagnoseRecord
-from mezzo.records.doctor import DoctorRecord
-from mezzo.records.fallback import FallbackRecord
-from mezzo.records.predict import PredictRecord
-from mezzo.records.ranges import RangesRecord
-from mezzo.records.resume_check import ResumeCheckRecord
 from mezzo.records.run import RunRecord
-from mezzo.records.tune import TuneRecord
 from mezzo.records.values import SCHEMA_VERSION
 from mezzo.secrets import hidden_text, secrets_among
 

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from mezzo.commands.compare import together
 from mezzo.records import AnyRecord, CompareRecord
 from mezzo.records.files import write_whole
 from mezzo.report import formatting as fmt
@@ -19,7 +20,7 @@ from mezzo.report.charts.svg import hover_data, svg
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import css_colours
 from mezzo.report.index.sheet import IndexSheet
-from mezzo.report.pages import command_name, page_of, together
+from mezzo.report.pages import command_name, page_of
 from mezzo.report.sections import Charts, Page, Section, SourceCode, has_content
 from mezzo.report.source import SourceLines, source_of
 

@@ -13,10 +13,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.commands.compare import together
 from mezzo.records import AnyRecord, CompareRecord
 from mezzo.report.colours import policy_style
 from mezzo.report.index.sheet import IndexSheet
-from mezzo.report.pages import page_of, together
+from mezzo.report.pages import page_of
 from mezzo.report.sections import (
     Block,
     Cell,

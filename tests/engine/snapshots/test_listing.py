@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.cli.commands.report import report
+from mezzo.commands.report.command import report
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.listing import listing
 from mezzo.errors import UsageError

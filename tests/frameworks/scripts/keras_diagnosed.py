@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.launch.keras import training
 from mezzo.launch.request import Request
-from mezzo.launch.several.passes import diagnose_script
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy

@@ -14,12 +14,12 @@ import keras
 import numpy as np
 import torch
 
+from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.fallback.find import find
 from mezzo.errors import MezzoError
 from mezzo.launch.keras import training
 from mezzo.launch.request import Request, policy_text
-from mezzo.launch.several.passes import diagnose_script
 from mezzo.observe.fallback.evidence import checked, read_measured
-from mezzo.observe.fallback.find import find
 from mezzo.observe.settings import AuditSettings, RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RunRecord

@@ -11,8 +11,8 @@ from pathlib import Path
 import keras
 
 from helpers_launch import children_in_this_process
+from mezzo.commands.check.patched import try_patch
 from mezzo.launch.request import Request
-from mezzo.launch.several.patched import try_patch
 from mezzo.patching import make_patch
 from mezzo.policy import Policy
 

@@ -585,5 +585,5 @@ def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runner, "shared_imports", lambda: pytest.fail("there is one run"))
     monkeypatch.setattr(runner, "observe_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
     target = request_for(tmp_path, "import torch").target
-    monkeypatch.setattr("mezzo.cli.commands.compare.left_to_run", lambda requests: ([], requests[:1]))
+    monkeypatch.setattr("mezzo.commands.compare.command.left_to_run", lambda requests: ([], requests[:1]))
     assert cli.main(["compare", "--policies", "fp32,bf16", "--seeds", "1", "--out", str(tmp_path), target]) == 7

@@ -53,7 +53,7 @@ def test_two_at_once_end_with_the_answer_of_one_at_a_time(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a share of the threads adds in another order than all of them
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(
-        "mezzo.cli.commands.tune.check_times", lambda engine: None
+        "mezzo.commands.tune.command.check_times", lambda engine: None
     )  # it refuses a CPU for the times alone
     found = []
     for out, jobs in (("alone", []), ("beside", ["--jobs", "2"])):

@@ -15,6 +15,7 @@ import torch
 
 from fake_cuda import Operations
 from helpers_launch import children_in_this_process
+from mezzo.commands.run.page import guard_facts
 from mezzo.engine.guardrails.alarms import UpdateNumbers
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
@@ -26,7 +27,6 @@ from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps
-from mezzo.report.pages.run import guard_facts
 from paths import SCRIPTS
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 import record_builders as build
+from mezzo.commands.compare import page as compare
 from mezzo.records import Memory, Steps
 from mezzo.report.charts.data import Bars, Boxes, Nothing
 from mezzo.report.charts.memory import memory_bars, memory_kinds
 from mezzo.report.charts.steps import StepTimes, time_boxes
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import policy_style, policy_styles
-from mezzo.report.pages import compare, shared
+from mezzo.report.pages import shared
 from mezzo.report.sections import Grid
 
 GIB = 1024**3

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import record_builders as build
 from helpers_compare import run
+from mezzo.commands.compare import page as compare
 from mezzo.records import (
     CompareRecord,
     Difference,
@@ -34,7 +35,7 @@ from mezzo.report import formatting, terminal
 from mezzo.report.charts.data import Chart
 from mezzo.report.colours import Style, policy_style
 from mezzo.report.html import render_html
-from mezzo.report.pages import compare, page_of, shared
+from mezzo.report.pages import page_of, shared
 from mezzo.report.sections import Cell, Formats, Grid, Section
 
 NAN, INF = float("nan"), float("inf")

@@ -2,7 +2,7 @@
 
 While the script runs, every place where a step lost values is a ``Source``, which knows modules and earlier sources. What is written names
 them: a ``LostValues`` for the source to blame. The process that runs the script writes its evidence next to the run's record;
-``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
+``mezzo.commands.diagnose.verdict`` judges the evidence of all runs.
 """
 
 from __future__ import annotations

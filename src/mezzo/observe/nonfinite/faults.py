@@ -1,7 +1,7 @@
 """Decide which steps of a run are faulty, and where each fault began, while the script runs. Imports no torch.
 
 After each step the observer passes on whether the loss and the gradients were finite, and what the operations showed if they were
-inspected. The kind of fault follows later, from the operation itself (``mezzo.observe.nonfinite.verdict``).
+inspected. The kind of fault follows later, from the operation itself (``mezzo.commands.diagnose.verdict``).
 
 A skipped update is no fault if dynamic loss scaling skips it on purpose. A dynamic scale starts too high and halves until the gradients
 fit; later it grows now and then, to test whether they still do. So two kinds of skips are normal:

@@ -1,4 +1,4 @@
-"""What each kind of record says, as a page: one file for each kind."""
+"""The page of any record, and what the pages of several commands share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mezzo.report.sections import Page
 
 
 def page_of(record: AnyRecord) -> Page:
-    """Return what ``record`` says; only the file of its kind is imported."""
-    page: Page = import_module(f"mezzo.report.pages.{record.kind}").page(record)
+    """Return what ``record`` says; only the page of its command is imported."""
+    page: Page = import_module(f"mezzo.commands.{record.kind}.page").page(record)
     return page
 
 

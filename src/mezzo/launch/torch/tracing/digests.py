@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.launch.torch.counting.weights_digest import digest
-from mezzo.measure.resumption.trace import Moment, ObjectState, OptimizerState
+from mezzo.measure.state_trace import Moment, ObjectState, OptimizerState
 
 _NOT_SETTINGS = ("params", "initial_lr")
 _INTERNAL = ("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose", "_enable")

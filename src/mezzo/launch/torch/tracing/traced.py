@@ -31,7 +31,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tracing import digests
 from mezzo.launch.torch.tracing.digests import text_digest
 from mezzo.launch.torch.tracing.variables import ScriptState, is_below, is_own_file, script_folder
-from mezzo.measure.resumption.trace import Point, Written, line_of
+from mezzo.measure.state_trace import Point, Written, line_of
 
 
 class StateTrace:

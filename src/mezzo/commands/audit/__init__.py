@@ -1,0 +1,1 @@
+"""``mezzo audit``: which operation ran in which format, and what is worth changing."""

@@ -1,0 +1,230 @@
+"""``mezzo check``: which precision a script should train in, with one answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli.budget import Budget, seconds_of
+from mezzo.cli.machines import Machine, machine_of, name_of
+from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
+from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.progress import shown
+from mezzo.cli.results import write
+from mezzo.cli.resumed import finished_before
+from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
+from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
+from mezzo.commands.check.patches import with_patch
+from mezzo.errors import PolicyError, UsageError
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.commands.check.runs import Check, CheckSettings
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.policy import Policy
+    from mezzo.records import CheckRecord, Reason
+
+_DEFAULT_SEEDS = 3
+_TAIL = 12
+"""Lines of a failed script's output that are shown."""
+
+
+def check(
+    script: Script,
+    budget: options.Budget = "10m",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            callback=values.gpu,
+            help="The GPU to answer for, such as a100-80gb. [default: this machine's device]",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        options.policies_option(
+            f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
+            "[default: those that the device offers]"
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"
+        ),
+    ] = None,
+    write_patch: Annotated[
+        bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
+    ] = False,
+    metric: options.Metric = None,
+    jobs: Jobs = None,
+    on: On = None,
+) -> None:
+    """Find out which precision a training script should use, what that gains, and what to type next.
+
+    Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers, finds the cause where one fails,
+    repairs what can be repaired, and ends with one answer.
+
+    A script that takes too long for the budget is stopped after its first steps, the same number in every run. Ctrl-C keeps what is
+    finished: the same command with the same --out continues from there. Exit code 0: there is an answer (staying in FP32 is
+    one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.gpus import gpu_named
+
+    options.check_metric(metric)
+    named = {} if policies is None else _named(policies)
+    opts = CheckOptions(
+        script=script,
+        budget=Budget(seconds_of(budget, option="--budget", example="10m")),
+        gpu=None if gpu is None else gpu_named(gpu),
+        policies=None if policies is None else list(named),
+        seeds=seeds or _DEFAULT_SEEDS,
+        metric=metric,
+    )
+    opts.script.check(*named.values())
+    engine = engine_of(jobs, on)
+    if write_patch and on is not None:
+        raise UsageError(
+            f"--write-patch with --on {on}; allowed: one of them, because a patch is tried on this machine",
+            hint="leave out --write-patch, and type mezzo check --write-patch on a machine like the workers",
+        )
+    folder = opts.script.folder("check")
+    with stoppable() as stop, shown() as progress:
+        opts.budget.console = progress.console
+        try:
+            with engine.opened(folder):
+                record, code = _checked(opts, folder, engine)
+        except Stopped as stopped:
+            script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
+            raise typer.Exit(stopped.exit_code) from None
+        if write_patch:
+            left_s = opts.budget.seconds - opts.budget.spent_s
+            record = with_patch(opts.script, record, folder, left_s=left_s, say=opts.budget.say)
+        opts.script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+def _named(policies: str) -> dict[str, Policy | None]:
+    """Return the policies of ``--policies`` by the text that records have for them.
+
+    Raises:
+        PolicyError: one is unknown, or there is none other than FP32.
+    """
+    from mezzo.launch.request import policy_text
+
+    named = [values.parse_policy(text) for text in values.names_in(policies)]
+    by_text = {policy_text(policy): policy for policy in named}
+    if not set(by_text) - {"fp32"}:
+        raise PolicyError(
+            f"--policies {policies!r} names nothing to compare with fp32",
+            hint=f"type: {with_value('--policies', 'bf16,fp16')}",
+        )
+    return by_text
+
+
+def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRecord, int]:
+    """Run what is needed; return the record and the exit code.
+
+    Raises:
+        Stopped: a signal has stopped the command.
+    """
+    budget = opts.budget
+    budget.say(f"{Path(opts.script.target).name}: finding out what {name_of(engine)} can do")
+    from mezzo.commands.check.runs import Check
+    from mezzo.gpus import find_gpu
+    from mezzo.launch.runner import import_ahead
+    from mezzo.launch.several.waves import Waves
+
+    import_ahead(opts.script.request(None, folder=folder))
+    machine = machine_of(engine, folder)
+    if opts.gpu is not None and find_gpu(machine.device.name) is opts.gpu:
+        opts = replace(opts, gpu=None)  # the machine has it: measuring is better than bounding
+    offers = _offers(opts, machine)
+    _say_offers(budget, opts, machine, offers)
+    settings = _settings(opts, offers, budget_s=time_for_runs_s(opts, machine))
+    finished = _finished(opts, folder)
+    waves = Waves(engine, finished.identity)
+    checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
+    checking.run()
+    record = check_record(opts, checking, offers, machine, engine)
+    finished.forget()
+    first = checking.known.runs[0] if checking.known.runs else None
+    if first is not None and first.error is not None:
+        _show_output(checking)
+    if first is not None and first.exit_code and not checking.too_slow:
+        return record, first.exit_code
+    return record, 0 if record.answer.decision in ("use", "stay") else 1
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _offers(opts: CheckOptions, machine: Machine) -> list[Reason]:
+    from mezzo.commands.check.offers import BASELINE, TRIED, offered
+    from mezzo.commands.check.own_amp import own_amp
+    from mezzo.launch.frameworks import own_sources
+    from mezzo.records import Reason
+
+    if opts.policies is None:
+        sources = own_sources(opts.script.target, kind=opts.script.kind)
+        return offered(machine.device, target=None if opts.gpu is None else opts.gpu.device, own_amp=own_amp(sources))
+    why = "--policies names it"
+    others = [Reason(what=text, value=TRIED, reason=why) for text in opts.policies if text != BASELINE]
+    return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
+
+
+def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
+    here = machine.device
+    budget.say(f"{machine.name} trains on {here.kind}, {here.name}; {formats_of(here)}")
+    if opts.gpu is not None:
+        budget.say(
+            f"the answer is for {opts.gpu.label}; gains from hardware that {machine.name} lacks are bounded, not measured"
+        )
+    for offer in offers:
+        budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+
+
+def _settings(opts: CheckOptions, offers: list[Reason], *, budget_s: float) -> CheckSettings:
+    from mezzo.commands.check.offers import tried
+    from mezzo.commands.check.runs import CheckSettings
+
+    script = opts.script
+    return CheckSettings(
+        policies=tuple(tried(offers)),
+        seeds=opts.seeds,
+        budget_s=budget_s,
+        metric=opts.metric,
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        framework=script.framework,
+    )
+
+
+def _finished(opts: CheckOptions, folder: Path) -> Finished:
+    """Return what an interrupted check of the same script left in the folder."""
+    finished = finished_before(opts.script, folder, "check", say=opts.budget.say, metric=opts.metric or "")
+    if len(finished):
+        opts.budget.say(f"{len(finished)} finished parts of the interrupted check are reused")
+    finished.write()
+    return finished
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _show_output(checking: Check) -> None:
+    """Print the end of what a failed script printed."""
+    output = Path(checking.stages[0].folder) / "output.log"
+    try:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines[-_TAIL:]:
+        print(f"  | {line}", file=sys.stderr)

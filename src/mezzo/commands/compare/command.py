@@ -1,0 +1,314 @@
+"""``mezzo compare``: one script under several policies, interleaved, with a verdict on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.budget import seconds_of
+from mezzo.cli.options import completion, values
+from mezzo.cli.options import shared as options
+from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.model_changes import changes_of
+from mezzo.cli.progress import shown
+from mezzo.cli.resumed import finished_before
+from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
+from mezzo.commands.predict import real_gpus
+from mezzo.errors import ScriptError, UsageError, nearest
+from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.report import formatting as fmt
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.policy import Policy
+    from mezzo.records import Row, RunRecord
+
+
+_FAILED = 1
+"""Exit code if a policy gets a verdict that ``--fail-on`` lists."""
+
+
+def compare(
+    script: Script,
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICIES",
+            callback=values.policies,
+            autocompletion=completion.policies,
+            help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
+            f"Presets: {options.PRESETS_HELP}",
+        ),
+    ] = "fp32,bf16,fp16",
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")] = 3,
+    margin: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            min=1e-9,
+            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
+            "The baseline's own seed-to-seed spread replaces it where that is wider.",
+        ),
+    ] = 0.02,
+    timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            callback=values.duration,
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
+        ),
+    ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="VERDICTS",
+            autocompletion=completion.verdicts,
+            help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
+            "not_equivalent stands for all five; none for none.",
+        ),
+    ] = "diverged,stopped_learning,failed",
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPUS",
+            callback=values.gpus_or_none,
+            help="GPUs to predict speed and memory for, separated by commas, or none. "
+            "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
+        ),
+    ] = None,
+    checkpoint: options.Checkpoint = None,
+    metric: options.Metric = None,
+    jobs: Jobs = None,
+    on: On = None,
+) -> None:
+    """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
+
+    Policies and seeds are interleaved, so that a change in the machine's speed affects them all alike.
+
+    To continue a comparison that was stopped, type the same command with the same --out; --resume FOLDER also repeats runs that failed, and
+    accepts more seeds or policies.
+
+    Exit code 1 if a policy gets a verdict that --fail-on lists.
+
+    Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
+    """
+    options.check_metric(metric)
+    failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
+    timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
+    compared = _with_checkpointed(_parse_policies(policies), checkpoint)
+    _check_several(compared)
+    changes_of(script, checkpoint=checkpoint or "")
+    baseline = "fp32" if "fp32" in compared else next(iter(compared))
+    script.check(*(entry.policy for entry in compared.values()))
+
+    from mezzo.commands.compare.judge import compare as judge
+    from mezzo.launch.several.resuming import with_digest  # scipy and more: only once the command line is right
+    from mezzo.launch.several.side_by_side import one_after_another
+
+    engine = engine_of(jobs, on)
+    folder = script.folder("compare")
+    finished = begin_or_continue(script, folder, metric=metric, policies=",".join(compared), seeds=str(seeds))
+    requests = _requests(script, compared, seeds, folder=folder, metric=metric, since_s=finished.since_s)
+    requests = [with_digest(request, finished.identity) for request in requests]
+    with stoppable() as stop:
+        before, left = left_to_run(requests)
+        alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
+        with nullcontext() if alone else engine.opened(folder):
+            runs = run_all(left, timeout_s=timeout_s, engine=engine, before=before)
+        runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
+        rows: list[Row] = []
+        if any(run.compared_as == baseline for run in runs):
+            record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
+            if not stop.stopped:
+                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, cards)})
+            script.finish(record, folder)
+            rows = [row for row in record.rows if row.verdict in failing]
+        if stop.stopped:
+            done = f"{len(runs)} of {len(requests)} runs"
+            script.say_stopped(f"stopped by {stop.name} after {done}; their records are", folder)
+        else:
+            finished.end()
+            _check_baseline([run for run in runs if run.compared_as == baseline], compared[baseline].name, folder)
+    if rows and not stop.stopped:
+        found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
+        results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
+    raise typer.Exit(stop.exit_code or (_FAILED if rows else 0))
+
+
+def _failing(text: str) -> set[str]:
+    """Return the verdicts of ``--fail-on``."""
+    from mezzo.records import FAILING, NOT_EQUIVALENT
+
+    named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
+    if named == ["none"]:
+        return set()
+    groups: dict[str, tuple[str, ...]] = {NOT_EQUIVALENT: FAILING, **{verdict: (verdict,) for verdict in FAILING}}
+    for name in named:
+        if name not in groups:
+            raise UsageError(
+                f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
+                hint=f"type: {with_value('--fail-on', 'diverged,stopped_learning,failed')}",
+            )
+    return {verdict for name in named for verdict in groups[name]}
+
+
+class _ComparedPolicy(NamedTuple):
+    """A policy of a comparison."""
+
+    policy: Policy | None
+    name: str
+    """As it was typed."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty for none."""
+
+
+def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
+    """Return the policies of a comparison by the text that records have for them; two names of one policy count once."""
+    from mezzo.launch.request import policy_text
+
+    named = values.names_in(policies)
+    compared: dict[str, _ComparedPolicy] = {}
+    for name in named:
+        policy = values.parse_policy(name)
+        first = compared.setdefault(policy_text(policy), _ComparedPolicy(policy, name))
+        if first.name != name:
+            results.note(
+                f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
+            )
+    return compared
+
+
+def _check_several(compared: dict[str, _ComparedPolicy]) -> None:
+    """Refuse a comparison of a policy with nothing."""
+    if len(compared) == 1:
+        (entry,) = compared.values()
+        named = f"--policies {entry.name!r} names nothing to compare {entry.name} with; allowed: two policies or more"
+        raise UsageError(named, hint=f"type: {with_value('--policies', values.with_baseline([entry.name]))}")
+
+
+def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | None) -> dict[str, _ComparedPolicy]:
+    """Return the policies, each followed by itself with checkpointing, by the name that identifies their runs in the comparison."""
+    from mezzo.records import varied
+
+    if checkpoint is None:
+        return compared
+    both = [(text, entry._replace(checkpoint=plan)) for text, entry in compared.items() for plan in ("", checkpoint)]
+    return {varied(text, entry.checkpoint): entry for text, entry in both}
+
+
+def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
+    """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
+    from mezzo.launch.several.compared_runs import folder_name
+
+    folders: dict[str, str] = {}
+    for text, entry in compared.items():
+        plain = folder_name(f"{entry.name}-{entry.checkpoint}" if entry.checkpoint else entry.name)
+        names = chain([plain], (f"{plain}_{number}" for number in count(2)))
+        folders[text] = next(name for name in names if name not in folders.values())
+    return folders
+
+
+def _requests(
+    script: Script,
+    compared: dict[str, _ComparedPolicy],
+    seeds: int,
+    *,
+    folder: Path,
+    metric: str | None,
+    since_s: float,
+) -> list[Request]:
+    """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
+    from mezzo.launch.several.compared_runs import named_arguments
+
+    texts, folders = [*compared], _folders(compared)
+    requests = []
+    for seed in range(seeds):
+        first = seed % len(texts)
+        for text in texts[first:] + texts[:first]:
+            run = f"{folders[text]}-seed{seed}"
+            requests.append(
+                script.request(
+                    compared[text].policy,
+                    policy_typed=options.typed_name(compared[text].name, compared[text].policy),
+                    folder=folder / run,
+                    arguments=named_arguments(script.arguments or (), run),
+                    seed=seed,
+                    metric=metric,
+                    models=changes_of(script, checkpoint=compared[text].checkpoint),
+                    compared_since_s=since_s,
+                )
+            )
+    return requests
+
+
+def _check_baseline(runs: list[RunRecord], name: str, folder: Path) -> None:
+    if all(run.error or not len(run.steps) for run in runs):
+        raise ScriptError(
+            f"no run of the baseline {name} succeeded: {runs[0].error or 'it recorded no step'}",
+            hint=runs[0].hint or f"run the script by itself first; what it printed is in {folder}/*/output.log",
+        )
+
+
+# --- The runs of a comparison: those that an earlier command finished, and those of this command --------------------------------
+
+_TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
+
+
+def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **settings: str) -> Finished:
+    """Begin a comparison in the folder, or continue an interrupted one; note which options have changed.
+
+    Raises:
+        UsageError: ``--resume`` was typed, and there is nothing to continue.
+    """
+    finished = finished_before(script, folder, "comparison", say=results.note, metric=metric or "")
+    restart = not finished.found or (finished.over and not script.resume)
+    if not restart:
+        for name, now in settings.items():
+            then = finished.options.get(name, "")
+            if then != now:
+                results.note(f"--{name} was {then} and is now {now}; runs that belong to both are reused")
+    finished.begin(settings, restart=restart)
+    return finished
+
+
+def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Request]]:
+    """Return the records of runs that are finished, and the requests of those that are not."""
+    from mezzo.launch.several.resuming import finished_run
+
+    pairs = [(request, finished_run(request)) for request in requests]
+    runs = [record for _, record in pairs if record is not None]
+    left = [request for request, record in pairs if record is None]
+    if runs:
+        rest = f"{fmt.plural(len(left), 'run')} left" if left else "none left to run"
+        results.note(f"{fmt.plural(len(runs), 'finished run')} reused, {rest}")
+    return runs, left
+
+
+def limit_s(runs: Sequence[RunRecord]) -> float | None:
+    """Return the time limit of the next run; None until a run has ended, since nothing is known about the script before that."""
+    ended = [run.duration_s for run in runs if run.error is None]
+    return max(_TIMES_LONGER * max(ended), _LEAST_LIMIT_S) if ended else None
+
+
+def run_all(
+    requests: Sequence[Request], *, timeout_s: float | None, engine: Engine, before: Sequence[RunRecord] = ()
+) -> list[RunRecord]:
+    """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal arrives."""
+    from mezzo.records import RunRecord
+
+    runs = list(before)
+    with stoppable(), suppress(Stopped), shown(requests) as progress:
+        for request, record in engine(requests, lambda: timeout_s or limit_s(runs)):
+            assert isinstance(record, RunRecord)
+            runs.append(record)
+            progress.say_ended(request, record)
+    return runs

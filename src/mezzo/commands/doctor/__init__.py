@@ -1,0 +1,1 @@
+"""``mezzo doctor``: the formats that this machine computes in."""

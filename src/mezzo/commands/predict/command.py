@@ -1,0 +1,248 @@
+"""``mezzo predict``: time, memory and the largest batch of a training on GPUs that this machine does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.first_word import check_first_word
+from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
+from mezzo.cli.options.folders import new_folder
+from mezzo.cli.words import typed
+from mezzo.commands.predict import renting
+from mezzo.commands.predict.assumed import assumptions
+from mezzo.commands.predict.traced import ByName, Traced, check_target, of_model, of_script
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.gpus import Gpu
+    from mezzo.measure.predict.sharding import GpuGroup
+    from mezzo.measure.predict.step import Conditions
+    from mezzo.records import Prediction, PredictRecord
+
+USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
+_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How the GPUs of one machine share a training."""
+
+    gpus_per_job: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="GPUs of one machine that train together, each on a batch of its own."),
+    ] = 1
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            callback=values.shard,
+            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard).",
+        ),
+    ] = "ddp"
+
+
+def predict(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]", callback=check_first_word, help="The training script; leave it out with --model."
+        ),
+    ] = None,
+    arguments: options.Arguments = None,
+    *,
+    by_name: ByName,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
+    ] = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            metavar="GPUS",
+            callback=values.gpus_all_or_cpu,
+            help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
+        ),
+    ] = USUAL,
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICIES",
+            callback=values.presets,
+            help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8.",
+        ),
+    ] = "fp32,tf32,bf16,fp16",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
+    ] = False,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRICE",
+            help="Price of an hour, such as 2.10 or h100=2.5,a100=1.3: adds the cost of a million samples.",
+        ),
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Also print the #SBATCH lines that request the fastest GPU.")
+    ] = False,
+    as_module: options.AsModule = False,
+    sharing: Sharing,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and save them."
+        ),
+    ] = False,
+    out: options.Out = None,
+    log_to: options.LogTo = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Predict throughput, memory and the largest batch of a training on GPUs that you do not have.
+
+    One step of the unedited script, or of a model by name, is traced on this machine without computing its numbers. Formulas fitted
+    to public measurements give its time on each GPU; a simulation of torch's allocator gives its memory.
+
+    Write {batch} in the script's arguments, as in --batch-size {batch}, if the script makes its batches without a DataLoader.
+    """
+    if target is not None or by_name.model is not None or not calibrate:
+        check_target(target, by_name, as_module=as_module)
+    from mezzo.gpus import GPUS, gpu_named
+
+    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
+    listed = (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
+    cards = list({gpu.name: gpu for gpu in listed}.values())
+    prices = renting.prices_of(price, cards)
+
+    from mezzo.measure.environment import environment
+    from mezzo.measure.predict import plan
+    from mezzo.measure.predict.calibration.calibrate import rates_used
+    from mezzo.measure.predict.sharding import check_job
+    from mezzo.records import PredictRecord
+
+    job = check_job(sharing.gpus_per_job, sharing.shard)
+    here = environment("cpu")  # before model libraries set environment variables of their own
+    wanted = plan.check_policies(values.names_in(policies))
+    if calibrate:
+        _calibrate()
+        if target is None and by_name.model is None:
+            return
+    size = batch or _BATCH
+    on_cpu = [_on_cpu(by_name, size, channels_last)] if values.CPU in map(str.lower, names) else []
+    trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
+    traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
+    plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
+    own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
+    conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
+    predictions = [
+        _predicted(traced_plan, where, policy, prices.get(where.gpu.name))
+        for traced_plan in plans
+        for where in conditions
+        for policy in wanted
+    ]
+    predictions += on_cpu
+    if gpus.lower() == values.ALL:
+        predictions.sort(key=lambda prediction: -prediction.throughput)
+    record = PredictRecord(
+        environment=here,
+        command=list(typed()),
+        model=traced.name,
+        input=traced.size,
+        unit=traced.unit,
+        batch=traced.batch,
+        gpus_per_job=job.num_gpus,
+        shard=job.shard if job.num_gpus > 1 else "",
+        optimizer=traced.optimizer,
+        channels_last=channels_last,
+        headroom=plan.HEADROOM,
+        predictions=predictions,
+        assumptions=[
+            *traced.assumptions,
+            *rates_used(predictions),
+            *assumptions(channels_last, own_layout, job, only_options=target is None),
+        ],
+    )
+    record = _with_best(record, plans, conditions, slurm)
+    results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
+
+
+def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:
+    from mezzo.measure.predict.calibration.calibrate import calibration_of
+    from mezzo.measure.predict.step import Conditions
+
+    return Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration_of(gpu))
+
+
+def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: float | None) -> Prediction:
+    """Return the prediction for ``policy``, with its cost where the price of one GPU is known."""
+    from mezzo.measure.predict import plan
+
+    prediction = plan.predict(
+        traced.tapes,
+        where.gpu,
+        policy,
+        batch=traced.batch,
+        channels_last=where.channels_last,
+        job=where.job,
+        calibration=where.calibration,
+        refused=traced.refused,
+    )
+    if traced.checkpoint:  # no measured row has it
+        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
+    if price_per_hour is None or not prediction.possible:
+        return prediction
+    cost = renting.cost_per_million(prediction.throughput, price_per_hour * where.job.num_gpus)
+    return prediction.model_copy(update={"cost_per_million": cost})
+
+
+def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Conditions], slurm: bool) -> PredictRecord:
+    """Return the record with the details of the fastest GPU that fits."""
+    from mezzo.measure.predict.detail import detail_of
+
+    on_gpus = [one for one in record.predictions if one.gpu != values.CPU]
+    best = record.model_copy(update={"predictions": on_gpus}).best
+    if best is None:
+        return record
+    where = next(one for one in conditions if one.gpu.name == best.gpu)
+    traced = next(one for one in plans if one.checkpoint == best.checkpoint)
+    same = [one for one in record.predictions if (one.gpu, one.checkpoint) == (best.gpu, best.checkpoint)]
+    curves = [one for one in same if one.possible and one.largest_batch]
+    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, conditions=where)
+    if not slurm:
+        return record.model_copy(update={"detail": detail})
+    lines, assumed = renting.slurm_lines(where.gpu, best, num_gpus=where.job.num_gpus)
+    return record.model_copy(update={"detail": detail, "slurm": lines, "assumptions": [*record.assumptions, *assumed]})
+
+
+def _calibrate() -> None:
+    """Measure this machine's rates, save them, and note where."""
+    from mezzo.measure.predict.calibration.calibrate import calibrate, this_kind
+
+    calibration = calibrate(this_kind(), note=results.note)
+    calibration.save()
+    results.note(
+        f"{calibration.device}: steps of the probes ran at {calibration.low:.0%} to {calibration.high:.0%} of the predicted speed; "
+        f"saved in {calibration.path}"
+    )
+
+
+def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
+    from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.calibration.calibrate import device_name, saved_calibration
+
+    calibration = saved_calibration(device_name("cpu"))
+    if by_name.model is None:
+        raise UsageError(
+            "--gpus cpu predicts models by name, not scripts",
+            hint="name a model, for example --model timm:resnet50; a script is measured on this machine by mezzo run",
+        )
+    if calibration is None:
+        raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")
+    model, optimizer = by_name.built(), by_name.trained_by
+    tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+    return plan.predict_cpu(tape, calibration, batch=batch)

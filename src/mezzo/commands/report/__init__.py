@@ -1,0 +1,1 @@
+"""``mezzo report``: existing records, as text and as pages."""

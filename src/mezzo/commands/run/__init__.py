@@ -1,0 +1,1 @@
+"""``mezzo run``: a script under a policy."""

@@ -1,0 +1,345 @@
+"""``mezzo tune``: the fastest configuration of a script on this machine, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.machines import check_times, how_placed, machine_of
+from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
+from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.progress import shown
+from mezzo.cli.resumed import finished_before
+from mezzo.cli.script import Script
+from mezzo.cli.words import typed, value_after, with_value
+from mezzo.commands.tune.ruled_out import gpu_of, rule_out
+from mezzo.errors import ScriptError, UsageError, nearest
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.commands.tune.answer import BestTrial
+    from mezzo.commands.tune.configurations import Changes, Configuration
+    from mezzo.commands.tune.runs import Tune
+    from mezzo.devices import Device
+    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.records import Reason, RunRecord, TuneRecord
+
+_CHANGES = "channels-last,compile"
+_VARY = "batch-size=32,64,128"
+_KERAS_TIMES = "the time of Keras scripts is not predicted"
+
+
+def tune(
+    script: Script,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Values to try for an option of the script, such as batch-size=32,64,128. May be repeated.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        options.policies_option(
+            "Policies to try, separated by commas. [default: those that this device computes natively]"
+        ),
+    ] = None,
+    changes: Annotated[
+        str,
+        typer.Option(
+            metavar="CHANGES",
+            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none.",
+        ),
+    ] = _CHANGES,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            callback=values.plans,
+            help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
+            "separated by commas.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", callback=values.size, help="The most memory that a configuration may use, such as 12GiB."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            callback=values.gpu_or_none,
+            help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
+            "[default: this machine's]",
+        ),
+    ] = None,
+    budget: options.Budget = "10m",
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=10, help="Steps of each run of the first round; finalists run four times as many."
+        ),
+    ] = 20,
+    seeds: Annotated[int, typer.Option(metavar="N", min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    jobs: Jobs = None,
+    on: On = None,
+) -> None:
+    """Find the fastest way to run a training script on this machine, and the command for it.
+
+    Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
+    layout, torch.compile and activation checkpointing (--checkpoint). The fastest run again, longer and with several seeds, next to the
+    script as it is now, and must train like FP32.
+
+    Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
+    the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.commands.tune.configurations import grid
+    from mezzo.gpus import gpu_named
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
+
+    time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
+    varied, changed = _varied(vary or []), _changes(changes)
+    limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
+    target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
+    named = None if policies is None else values.names_in(policies)
+    script.check(*(values.parse_policy(name) for name in named or []))
+    unchanged = _in_keras(script, changes, checkpoint, memory) if script.framework == "keras" else []
+    changed = [] if unchanged else changed
+    engine = engine_of(jobs, on)
+    check_times(engine)
+    folder = script.folder("tune")
+    with stoppable() as stop, shown() as progress:
+        time_left.console = progress.console
+        try:
+            with engine.opened(folder):
+                here = machine_of(engine, folder).device
+                notes, chosen = _policies(here, named)
+                configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
+                predicted_for = _KERAS_TIMES if unchanged else gpu_of(target_gpu, here)
+                ruled_out = rule_out(script, configurations, predicted_for, limit_bytes, time_left)
+                tuning = _tuning(script, folder, time_left, configurations, (steps, seeds, limit_bytes), engine)
+                tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
+                left_out = [*notes, *unchanged, *ruled_out.notes, *how_placed(engine)]
+                record, code = _tuned(script, tuning, time_left, left_out)
+        except Stopped as stopped:
+            script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
+            raise typer.Exit(stopped.exit_code) from None
+        script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+# --- what was typed ------------------------------------------------------------------------------------------------------------
+
+
+def _vary_joined(text: str) -> str:
+    """Return the command with ``--vary NAME VALUES`` as one word, or with an example."""
+    following = value_after(text, typed()) or ""
+    if "=" in text or not following or following.startswith("-") or following.endswith(".py"):
+        return with_value("--vary", _VARY)
+    return with_value("--vary", f"{text}={following}", skipped=(following,))
+
+
+def _varied(texts: list[str]) -> dict[str, list[str]]:
+    varied: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
+        if not (name and equals and all(listed)):
+            raise UsageError(
+                f"--vary {text!r}; allowed: an option of the script and its values",
+                hint=f"type: {_vary_joined(text)}",
+            )
+        varied.setdefault(name, []).extend(listed)
+    return varied
+
+
+def _changes(text: str) -> list[Changes]:
+    from mezzo.commands.tune.configurations import CHANGES
+
+    names = [name.strip() for name in text.split(",")]
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in CHANGES:
+            raise UsageError(
+                f"--changes {text!r} names {name!r}; {nearest(name, [*CHANGES, 'none'])}",
+                hint=f"type: {with_value('--changes', _CHANGES)}",
+            )
+    return [CHANGES[name] for name in names]
+
+
+def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str | None) -> list[Reason]:
+    """Return why a Keras script's models stay as they are: policies and values of its own options are tried.
+
+    Raises:
+        ScriptError: an option asks for what Mezzo cannot change or measure in Keras.
+    """
+    from mezzo.records import Reason
+
+    if checkpoint is not None:
+        script.check_supported("--checkpoint")
+    if changes not in (_CHANGES, "none"):
+        script.check_supported("--compile" if "compile" in changes else "--channels-last")
+    if memory is not None:
+        raise ScriptError(
+            f"--memory {memory} was given for a Keras script, whose peak memory is not measured; allowed: PyTorch scripts",
+            hint="leave --memory out",
+        )
+    why = "the script itself decides on them: jit_compile of its compile, data_format of its layers"
+    return [Reason(what="not tried", value="changes to the models", reason=why)]
+
+
+def _plans(text: str | None) -> list[str]:
+    from mezzo.measure.checkpointing.wanted import check_wanted
+
+    return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _policies(here: Device, named: list[str] | None) -> tuple[list[Reason], list[str]]:
+    """Return what is left out, with reasons, and the policies to try in addition to the script's own precision."""
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+    from mezzo.launch.request import policy_text
+    from mezzo.records import Reason
+
+    if named is not None:
+        return [], [policy_text(values.parse_policy(name)) for name in named]
+    left_out, native = [], []
+    for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
+        support = here.support(fmt)
+        if support.level == "native":
+            native.append(name)
+            continue
+        slow = "; emulated, it is never faster" if support.level == "emulated" else ""
+        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {support.reason}{slow}"))
+    return left_out, native
+
+
+def _tuning(
+    script: Script,
+    folder: Path,
+    budget: Budget,
+    configurations: list[Configuration],
+    limits: tuple[int, int, int | None],
+    engine: Engine,
+) -> Tune:
+    from mezzo.commands.check.plan import MARGIN
+    from mezzo.commands.tune.plan import TuneState
+    from mezzo.commands.tune.runs import Tune
+    from mezzo.launch.several.waves import Waves
+
+    steps, repeats, memory_bytes = limits
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    if len(finished):
+        budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
+    finished.write()
+    budget.say(f"{len(configurations)} configurations, including the script as it is")
+    known = TuneState(
+        configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
+    )
+    return Tune(
+        known=known,
+        budget_s=max(budget.seconds - budget.spent_s, 1.0),
+        folder=folder,
+        finished=finished,
+        waves=Waves(engine, finished.identity),
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        say=budget.say,
+    )
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:
+    """Run what is needed; return the record and the exit code."""
+    from mezzo.commands.tune.answer import answered
+    from mezzo.commands.tune.plan import Trial
+    from mezzo.records import TuneRecord
+
+    known = tuning.run()
+    best = answered(known)
+    tuning.finished.forget()
+    command, why = _next(script, best, budget)
+    first = known.runs.get(Trial(known.now, 0))
+    assert first is not None
+    record = TuneRecord(
+        command=list(script.command),
+        script=script.target,
+        decision=best.decision,
+        chosen=best.chosen.name,
+        why=best.why,
+        next_command=command,
+        next_why=why,
+        rows=best.rows,
+        trials=tuning.trials,
+        memory_limit_bytes=known.memory_bytes,
+        budget_s=budget.seconds,
+        steps=known.steps,
+        repeats=known.repeats,
+        notes=[*_hints(known.runs.values()), *left_out, *_limits(known.steps)],
+        environment=first.environment,
+        duration_s=budget.spent_s,
+    )
+    if best.decision == "failed":
+        return record, first.exit_code or 1
+    return record, 0 if best.decision in ("use", "keep") else 1
+
+
+def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
+    """Return what to do about the errors of runs."""
+    from mezzo.records import Reason
+
+    errors = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
+    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in errors.items()]
+
+
+def _limits(steps: int) -> list[Reason]:
+    from mezzo.commands.tune.plan import TIMES_LONGER
+    from mezzo.records import Reason
+
+    judged = f"the first {TIMES_LONGER * steps} steps of each seed"
+    return [
+        Reason(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
+        Reason(
+            what="not tried",
+            value="CUDA graphs of whole steps",
+            reason="a captured step needs its batch at fixed addresses and must not read a number on the host, so only the script can "
+            "capture it: session.capture",
+        ),
+    ]
+
+
+def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
+    """Return the command to type next, and what it does."""
+    from mezzo.measure.advice import asks_for_a_gpu
+    from mezzo.records import AS_IS
+
+    typed = script.retyped
+    if best.decision == "undecided":
+        more = f"{-(-int(3 * budget.seconds) // 60)}m"
+        return typed.under("tune", budget=more), f"has more time than {clock(budget.seconds)}"
+    chosen = best.chosen
+    typed = replace(typed, arguments=tuple(chosen.arguments(script.arguments or [])))
+    if best.decision == "use":
+        changes = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
+        changes |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
+        if chosen.policy == AS_IS and not changes:
+            return typed.alone(), "trains this way, without Mezzo"
+        return typed.under("run", policy=chosen.policy, **changes), "trains this way, with the script unedited"
+    if best.decision == "keep":
+        return typed.alone(), "runs the script as it is"
+    if any(asks_for_a_gpu(row.reason) for row in best.rows):
+        return typed.under("predict"), "predicts how fast it would be on other GPUs"
+    return typed.alone(), "shows what fails, without Mezzo"

@@ -1,0 +1,139 @@
+"""Run a script in many configurations, first for a few steps, to find the fastest one on this machine. Imports no torch.
+
+What to run next follows from what is known (``mezzo.commands.tune.plan``). Each finished run is listed on disk (``resuming``), so that
+an interrupted search continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mezzo.commands.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, next_trial, steps_of
+from mezzo.commands.tune.speed import speed_of
+from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.request import Request
+from mezzo.launch.request_parts import ModelChanges
+from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
+from mezzo.launch.several.resuming import Finished, finished_run
+from mezzo.launch.several.waves import Waves
+from mezzo.policy import Policy
+from mezzo.records import AS_IS, RunRecord, TuneTrial
+
+_TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
+"""A run may take this many times as long as the first one, because compilation takes minutes; and at least this long."""
+
+
+@dataclass
+class Tune:
+    """A search in progress: what it knows, and what it has run."""
+
+    known: TuneState
+    budget_s: float
+    folder: Path
+    finished: Finished
+    waves: Waves
+    """Executes the runs."""
+    make_request: Callable[..., Request]
+    """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
+    arguments: Sequence[str]
+    """The script's arguments."""
+    say: Callable[[str], None]
+    trials: list[TuneTrial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._end_s = time.monotonic() + self.budget_s
+        self._first_s = 0.0
+
+    def run(self) -> TuneState:
+        """Run trial after trial of the plan until nothing is left to run or the time is over.
+
+        Raises:
+            Stopped: a signal has stopped the command.
+        """
+        with stoppable() as stop:
+            while (trial := next_trial(self.known)) is not None:
+                self._do(trial, stop)
+                left = (self._end_s - time.monotonic()) / self.budget_s
+                self.known = replace(self.known, left_share=left)
+        return self.known
+
+    def _do(self, trial: Trial, stop: Stop) -> None:
+        name, began = _folder(trial), time.monotonic()
+        folder, title = self.folder / name, _title(trial)
+        run = self.finished.record(name)
+        resumed = isinstance(run, RunRecord)
+        if not isinstance(run, RunRecord):
+            stop.check()
+            self.say(f"{title}: {steps_of(self.known, trial.round)} steps")
+            run = self._run(trial)
+            stop.check()
+            self.finished.add(name, folder / "record.json")
+        resumed = resumed or name in self.waves.reused
+        took = time.monotonic() - began if self.waves.at_once == 1 else run.duration_s
+        self._first_s = self._first_s or max(took, run.duration_s)  # an earlier command's run took no time now
+        self.known = replace(self.known, runs={**self.known.runs, trial: run})
+        outcome = fault(self.known, trial) or self._outcome(trial)
+        self.say(f"{title}: {outcome}" + (" (from the interrupted search)" if resumed else ""))
+        self.trials.append(
+            TuneTrial(
+                name=trial.configuration.name,
+                round="final" if trial.round == FINAL else str(trial.round + 1),
+                seed=trial.repeat,
+                outcome=outcome,
+                folder=str(folder),
+                duration_s=took,
+                placement=run.placement,
+                resumed=resumed,
+            )
+        )
+
+    def _run(self, trial: Trial) -> RunRecord:
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        if self._first_s:
+            limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
+        run = self.waves.record(
+            self._request(trial),
+            limit_s=limit_s,
+            ahead=lambda: map(self._request, expected_trials(self.known)),
+            reuse=finished_run,
+        )
+        assert isinstance(run, RunRecord)
+        return run
+
+    def _request(self, trial: Trial) -> Request:
+        configuration, folder = trial.configuration, self.folder / _folder(trial)
+        return self.make_request(
+            None if configuration.policy == AS_IS else Policy.parse(configuration.policy),
+            folder=folder,
+            arguments=named_arguments(configuration.arguments(self.arguments), folder.name),
+            seed=trial.repeat,
+            stop_after_steps=steps_of(self.known, trial.round),
+            compared_since_s=self.finished.since_s,
+            models=ModelChanges(
+                channels_last=configuration.channels_last,
+                compiles=configuration.compiles,
+                checkpoint=configuration.checkpoint,
+                counts_inputs=True,
+            ),
+        )
+
+    def _outcome(self, trial: Trial) -> str:
+        speed = speed_of(self.known.runs[trial])
+        assert speed is not None
+        times = None if trial.configuration == self.known.now else self.known.over_now(trial)
+        over = "" if times is None else f", {times:.3g}x as fast as the script now"
+        return f"{speed.step_ms:.3g} ms a step{over}"
+
+
+def _folder(trial: Trial) -> str:
+    number = f"final-seed{trial.repeat}" if trial.round == FINAL else f"round{trial.round + 1}"
+    name = trial.configuration.name.replace(", ", ",").replace(" ", "=").replace("/", "_")
+    return f"{number}-{folder_name(name)}"
+
+
+def _title(trial: Trial) -> str:
+    number = f"final, seed {trial.repeat}" if trial.round == FINAL else f"round {trial.round + 1}"
+    return f"{trial.configuration.name} ({number})"
