@@ -152,7 +152,7 @@ def files_and_tests() -> tuple[set[str], set[str]]:
 
 
 def test_a_file_that_moved_is_found() -> None:
-    files, functions = {"src/mezzo/observe/lint/observer.py", "tests/test_policy.py"}, {"test_it"}
+    files, functions = {"src/mezzo/observe/lint/observer.py", "tests/engine/test_policy.py"}, {"test_it"}
     there, gone = (
         "`observe/lint/`, `observer.py`, `test_policy`, `test_it`",
         "`diagnosis/lint/`, `ready.py`, `test_gone`",

@@ -1,6 +1,6 @@
 """A policy as a change to the user's own script: a unified diff, derived from the script's text. Imports no torch and runs nothing.
 
-``mezzo.commands.check.patched`` tries a patch before it is offered.
+``mezzo.commands.check.patches`` tries a patch before it is offered.
 """
 
 from __future__ import annotations

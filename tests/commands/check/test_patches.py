@@ -8,9 +8,8 @@ import pytest
 
 import record_builders as build
 from mezzo.cli.script import Script
-from mezzo.commands.check import patched
-from mezzo.commands.check.patched import PatchOutcome
-from mezzo.commands.check.patches import with_patch
+from mezzo.commands.check import patches
+from mezzo.commands.check.patches import PatchOutcome, with_patch
 from mezzo.records import Reason
 
 LOOP = """\
@@ -79,7 +78,7 @@ def test_a_patch_that_passes_its_trial_is_written_and_is_the_next_command(
 ) -> None:
     run = build.run_record("bf16", num_steps=20)
     passed = PatchOutcome(may_be_offered=True, same_losses=True, tried_as="bf16", patched=run)
-    monkeypatch.setattr(patched, "try_patch", lambda request, patch, folder, *, limit_s: passed)
+    monkeypatch.setattr(patches, "try_patch", lambda request, patch, folder, *, limit_s: passed)
     record = build.check_record(answer=answered("use"))
     found = with_patch(script_in(tmp_path), record, tmp_path, left_s=60.0, say=lambda _: None)
     written = tmp_path / "my train.patch"
@@ -102,7 +101,7 @@ def test_a_patch_that_fails_its_trial_is_not_offered(tmp_path: Path, monkeypatch
         limits.append(limit_s)
         return failed
 
-    monkeypatch.setattr(patched, "try_patch", trial)
+    monkeypatch.setattr(patches, "try_patch", trial)
     record = build.check_record(answer=answered("use"))
     found = with_patch(script_in(tmp_path), record, tmp_path, left_s=1.0, say=lambda _: None)
     assert found.patch == ""

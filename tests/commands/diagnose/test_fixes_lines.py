@@ -7,8 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mezzo.commands.diagnose.fixes import offers_for
-from mezzo.commands.diagnose.keras_fixes import in_keras
+from mezzo.commands.diagnose.fixes import in_keras, offers_for
 from mezzo.formats import FORMATS
 from mezzo.records import DiagnoseRecord, Operand, StepPhase
 from record_builders import run_record

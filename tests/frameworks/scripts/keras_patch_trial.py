@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 
 from helpers_launch import children_in_this_process
-from mezzo.commands.check.patched import try_patch
+from mezzo.commands.check.patches import try_patch
 from mezzo.launch.request import Request
 from mezzo.patching import make_patch
 from mezzo.policy import Policy

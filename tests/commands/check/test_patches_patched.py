@@ -9,7 +9,7 @@ import pytest
 
 from forked_processes import forked_runs
 from helpers_launch import children_in_this_process
-from mezzo.commands.check.patched import COMPARED_STEPS, PatchOutcome, judged, largest_difference, mirror, try_patch
+from mezzo.commands.check.patches import COMPARED_STEPS, PatchOutcome, judged, largest_difference, mirror, try_patch
 from mezzo.launch.request import Request, policy_text
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy

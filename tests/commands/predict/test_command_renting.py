@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.commands.predict.renting import cost_per_million, prices_of, slurm_lines
+from mezzo.commands.predict.command import cost_per_million, prices_of, slurm_lines
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.records import Prediction

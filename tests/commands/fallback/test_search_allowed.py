@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mezzo.commands.fallback.allowed import Allowed, stand_out
 from mezzo.commands.fallback.find import find
+from mezzo.commands.fallback.search import Allowed, stand_out
 from mezzo.commands.fallback.trials import Ahead
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.commands.diagnose.fixes import Offer
-from mezzo.commands.diagnose.keras_fixes import in_keras
+from mezzo.commands.diagnose.fixes import Offer, in_keras
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 
