@@ -41,7 +41,7 @@ RUN_OPTIONS = (
     "--policy, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
     "-m, --out, --log-to, --json, --verbose"
 )
-COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
+COMMANDS = "doctor, check, run, compare, tune, watch, audit, diagnose, ranges, fallback, predict, resume-check, report"
 
 # What is typed after mezzo, the message, the hint; trailing dots stand for more text.
 Wrong = tuple[str, str, str]

@@ -112,9 +112,6 @@ PINNED_EXPORTS = [
     "ranges",
     "read_record",
 ]
-MAX_EXPORTS = 25
-
-MAX_FILES_IN_FOLDER = 20
 MAX_FILE_LINES = 600
 MAX_BODY_LINES = 60
 MEDIAN_BODY_LINES = 12
@@ -315,7 +312,6 @@ def test_wings_do_not_import_each_other() -> None:
 def test_exports_are_the_pinned_ones() -> None:
     exported = list(getattr(mezzo, "__all__", []))
     assert sorted(exported) == sorted(PINNED_EXPORTS)
-    assert len(exported) <= MAX_EXPORTS
     assert [name for name in exported if not hasattr(mezzo, name)] == []
 
 
@@ -349,16 +345,6 @@ def long_files(sources: dict[str, str]) -> dict[str, int]:
 def long_bodies(sources: dict[str, str]) -> dict[str, int]:
     sizes = [(f"{path}::{name}", n) for path, source in sources.items() for name, n in body_lines(source)]
     return {place: n for place, n in sizes if n > MAX_BODY_LINES}
-
-
-def full_folders(sources: dict[str, str]) -> dict[str, int]:
-    """Return the folders with too many files to see at a glance; such a hall needs wings."""
-    sizes = Counter(path.rpartition("/")[0] for path in sources if not path.endswith("__init__.py"))
-    return {folder: size for folder, size in sizes.items() if size > MAX_FILES_IN_FOLDER}
-
-
-def test_no_folder_is_full() -> None:
-    assert full_folders(SOURCES) == {}
 
 
 def test_long_files_are_the_listed_ones() -> None:
@@ -842,12 +828,6 @@ def test_a_test_that_a_script_names_and_that_does_not_exist_is_found() -> None:
     tests = {"engine/test_session.py": "def test_a_step() -> None:\n    ...\n"}
     script = "pytest tests/engine/test_session.py::test_a_step tests/engine/test_session.py::test_a tests/test_gone.py"
     assert unknown_tests(script, tests) == ["engine/test_session.py::test_a", "test_gone.py"]
-
-
-def test_a_full_folder_is_found() -> None:
-    hall = {f"engine/room{number}.py": "" for number in range(MAX_FILES_IN_FOLDER)} | {"engine/__init__.py": ""}
-    assert full_folders(hall) == {}
-    assert full_folders(hall | {"engine/one_more.py": ""}) == {"engine": MAX_FILES_IN_FOLDER + 1}
 
 
 def test_sizes_beyond_the_limits_are_found() -> None:

@@ -1,4 +1,4 @@
-"""What the command line consists of: a table of the commands, each in a small file of its own. Heavy imports happen inside a command."""
+"""What the command line consists of: a table of the commands, a line each. Heavy imports happen inside a command."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from typer.main import get_command
 
-from mezzo.cli.help.shown import NAMES, Command, Commands, ScriptCommand
+from mezzo.cli.help.shown import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
 from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error
 from mezzo.commands.audit import command as audit
@@ -44,26 +44,26 @@ app = typer.Typer(
 )
 
 
-def _on_script(name: str, command: Callable[..., None]) -> None:
-    """Add a command on a script; parsing stops at the first word that is not an option, so all words after the script are the script's."""
-    app.command(
-        name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False, "help_option_names": NAMES}
-    )(command)
+def _add(name: str, command: Callable[..., None], page: HelpPage, *, cls: type[Command] = ScriptCommand) -> None:
+    """Add a command. On a script, parsing stops at the first word that is not an option: all words after the script are the script's."""
+    PAGES[name] = page
+    on_script: dict[str, Any] = {"allow_interspersed_args": False} if cls is ScriptCommand else {}
+    app.command(name, cls=cls, context_settings={**on_script, "help_option_names": NAMES})(command)
 
 
-app.command("doctor", cls=Command, context_settings={"help_option_names": NAMES})(doctor.doctor)
-_on_script("check", with_groups(check.check, resumes=True))
-_on_script("run", with_groups(run.run))
-_on_script("watch", with_groups(watch.watch))
-_on_script("compare", with_groups(compare.compare, resumes=True))
-_on_script("audit", with_groups(audit.audit))
-_on_script("diagnose", with_groups(diagnose.diagnose))
-_on_script("ranges", with_groups(ranges.ranges))
-_on_script("fallback", with_groups(fallback.fallback, resumes=True))
-_on_script("predict", with_groups(predict.predict))
-_on_script("tune", with_groups(tune.tune, resumes=True))
-_on_script("resume-check", with_groups(resume_check.resume_check))
-app.command("report", cls=Command, context_settings={"help_option_names": NAMES})(report.report)
+_add("doctor", doctor.doctor, doctor.HELP, cls=Command)
+_add("check", with_groups(check.check, resumes=True), check.HELP)
+_add("run", with_groups(run.run), run.HELP)
+_add("compare", with_groups(compare.compare, resumes=True), compare.HELP)
+_add("tune", with_groups(tune.tune, resumes=True), tune.HELP)
+_add("watch", with_groups(watch.watch), watch.HELP)
+_add("audit", with_groups(audit.audit), audit.HELP)
+_add("diagnose", with_groups(diagnose.diagnose), diagnose.HELP)
+_add("ranges", with_groups(ranges.ranges), ranges.HELP)
+_add("fallback", with_groups(fallback.fallback, resumes=True), fallback.HELP)
+_add("predict", with_groups(predict.predict), predict.HELP)
+_add("resume-check", with_groups(resume_check.resume_check), resume_check.HELP)
+_add("report", report.report, report.HELP, cls=Command)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """Base class of the parser's errors, which has no stable import: newer versions of typer contain a parser of their own."""

@@ -460,5 +460,5 @@ def test_the_note_below_shares_names_the_policies_that_were_emulated(
 
 def test_every_kind_of_record_has_a_page_and_no_template_is_for_one() -> None:
     kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(Record)[0])}
-    assert {kind for kind in kinds if (REPORT / "pages" / f"{kind}.py").is_file()} == kinds
+    assert {kind for kind in kinds if (REPORT.parent / "commands" / kind / "page.py").is_file()} == kinds
     assert {path.stem for path in (REPORT / "templates").glob("*.html")} == {"base", "parts", "page", "index"}

@@ -7,11 +7,19 @@ from typing import Annotated
 
 import typer
 
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
+
+HELP = HelpPage(
+    group="understand",
+    says="record what ran in which format, and what to change",
+    example="mezzo audit --policy bf16 train.py",
+    shown=("--policy", "--at", "--out", "--log-to", "--json", "-m"),
+)
 
 
 def audit(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.budget import Budget, seconds_of
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
@@ -22,7 +23,6 @@ from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
-from mezzo.commands.check.patches import with_patch
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UsageError
 from mezzo.formats import BF16, E4M3, FP16, FP32, TF32
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import CheckRecord, Reason
+
+HELP = HelpPage(
+    group="start",
+    says="say which precision to train in: one answer",
+    example="mezzo check --budget 5m train.py --epochs 3",
+    shown=("--budget", "--gpu", "--policies", "--metric", "--write-patch", "--out", "--resume", "-m"),
+)
 
 
 _DEFAULT_SEEDS = 3
@@ -112,6 +119,8 @@ def check(
             raise typer.Exit(stopped.exit_code) from None
         if write_patch:
             left_s = opts.budget.seconds - opts.budget.spent_s
+            from mezzo.commands.check.patches import with_patch  # NumPy
+
             record = with_patch(opts.script, record, folder, left_s=left_s, say=opts.budget.say)
         opts.script.finish(record, folder)
     raise typer.Exit(stop.exit_code or code)

@@ -12,6 +12,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.budget import seconds_of
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import Row, RunRecord
+
+HELP = HelpPage(
+    group="measure",
+    says="train under several policies, and judge whether they train as well",
+    example="mezzo compare --policies fp32,bf16 train.py --epochs 3",
+    shown=("--policies", "--seeds", "--metric", "--gpus", "--fail-on", "--out", "--resume", "-m"),
+)
 
 
 _FAILED = 1

@@ -8,10 +8,18 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.launch.process.command_signals import stoppable
+
+HELP = HelpPage(
+    group="understand",
+    says="find the first NaN or infinity, and why it appeared",
+    example="mezzo diagnose --policy fp16 train.py",
+    shown=("--policy", "--steps", "--out", "--log-to", "--json", "-m"),
+)
 
 
 def diagnose(

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from mezzo.cli import results
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder
 from mezzo.errors import UsageError
+
+HELP = HelpPage(
+    group="start",
+    says="say which formats this machine computes in",
+    example="mezzo doctor",
+    shown=("--out", "--json"),
+)
 
 
 def doctor(out: options.Out = None, log_to: options.LogTo = None, as_json: options.Json = False) -> None:

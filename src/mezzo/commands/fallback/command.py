@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
@@ -16,6 +17,13 @@ from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord
+
+HELP = HelpPage(
+    group="understand",
+    says="find the modules that have to stay in FP32",
+    example="mezzo fallback --policy fp16 train.py",
+    shown=("--policy", "--tolerance", "--fresh", "--out", "--resume", "-m"),
+)
 
 
 def fallback(

@@ -12,6 +12,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.first_word import check_first_word
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.options.folders import new_folder
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
     from mezzo.records import Prediction, PredictRecord, Reason
+
+HELP = HelpPage(
+    group="plan",
+    says="predict time and memory on GPUs that you do not have",
+    example="mezzo predict --gpus rtx-4090,a100-80gb train.py",
+    shown=("--gpus", "--policies", "--batch", "--model", "--gpus-per-job", "--price", "--out", "-m"),
+)
 
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"

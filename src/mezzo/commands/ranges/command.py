@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.records import AnyRecord
+
+HELP = HelpPage(
+    group="understand",
+    says="count values by exponent, and find the window of loss scales",
+    example="mezzo ranges --policy fp16 train.py",
+    shown=("--policy", "--steps", "--out", "--log-to", "--json", "-m"),
+)
 
 
 def ranges(

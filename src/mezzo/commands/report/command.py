@@ -13,10 +13,18 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import completion
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import check_folder
 from mezzo.errors import UsageError
+
+HELP = HelpPage(
+    group="keep",
+    says="show records, and write pages and an index of them",
+    example="mezzo report runs/",
+    shown=("--open", "--serve", "--port", "--out", "--log-to", "--json"),
+)
 
 _OF_VIEWS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """What a view may raise for a record that the schema allows."""

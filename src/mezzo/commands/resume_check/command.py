@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.budget import seconds_of
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import values
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from mezzo.commands.resume_check.judgement import Judgement
     from mezzo.commands.resume_check.runs import ResumeCheck
     from mezzo.records import ResumeCheckRecord
+
+HELP = HelpPage(
+    group="keep",
+    says="say whether the script's own checkpoints resume the run that was stopped",
+    example="mezzo resume-check --resume-with '--resume last.pt' train.py",
+    shown=("--resume-with", "--stop-after", "--notice", "--out", "--json", "-m"),
+)
 
 
 def resume_check(

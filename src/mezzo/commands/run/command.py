@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.live_log import live_logging
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
@@ -20,6 +21,13 @@ from mezzo.commands.predict.fitting import with_fits
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.records import RunRecord
+
+HELP = HelpPage(
+    group="start",
+    says="run the script under a policy",
+    example="mezzo run --policy bf16 train.py --epochs 3",
+    shown=("--policy", "--snapshot", "--resume", "--guard", "--metric", "--seed", "--out", "-m"),
+)
 
 SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""

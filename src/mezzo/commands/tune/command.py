@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from mezzo.devices import Device
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.records import Reason, RunRecord, TuneRecord
+
+HELP = HelpPage(
+    group="measure",
+    says="find the fastest way to run the script here",
+    example="mezzo tune --vary batch-size=32,64 train.py",
+    shown=("--vary", "--policies", "--changes", "--memory", "--budget", "--out", "--resume", "-m"),
+)
 
 _CHANGES = "channels-last,compile"
 _VARY = "batch-size=32,64,128"

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import typer
 
+from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.live_log import live_logging
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.commands.run.command import SIGNALS
+
+HELP = HelpPage(
+    group="measure",
+    says="say what holds the training back",
+    example="mezzo watch train.py --epochs 3",
+    shown=("--out", "--log-to", "--json", "-m"),
+)
 
 
 def watch(script: Script) -> None:

@@ -52,8 +52,8 @@ def test_no_single_operation_stays_in_fp32() -> None:
 
 
 def test_every_line_of_a_torch_fix_has_one_in_keras() -> None:
-    from mezzo.commands.diagnose import fixes, keras_fixes
+    from mezzo.commands.diagnose import fixes
 
     lines = [line for _, _, line in fixes._INVALID]
-    assert [line for line in lines if line not in keras_fixes._LINES] == []
-    assert [line for line in keras_fixes._LINES.values() if "torch" in line] == []
+    assert [line for line in lines if line not in fixes._LINES] == []
+    assert [line for line in fixes._LINES.values() if "torch" in line] == []
