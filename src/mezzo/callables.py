@@ -33,7 +33,6 @@ from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
-from mezzo.observe.nonfinite.where import where_to_write
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.stopping import StopScript
@@ -125,8 +124,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         )
     why = "every step's operations"
     only = ScriptRun(role="first", reason=why, policy=chosen, settings=settings, run=run, evidence=evidence)
-    record = diagnosis([only], untried="a function cannot be run again from its initial state")
-    return record.model_copy(update={"fix_where": where_to_write(record, "function")})
+    return diagnosis([only], untried="a function cannot be run again from its initial state", caller="function")
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:

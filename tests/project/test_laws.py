@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "records": "errors secrets records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
-    "observe": f"{FACTS} engine measure observe",
+    "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",

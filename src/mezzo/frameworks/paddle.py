@@ -315,3 +315,27 @@ def _unlisted(policy: Policy) -> list[Choice]:
     promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
     unlisted += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
     return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unlisted]
+
+
+def script_lines(before: str, new: Policy) -> str:
+    """Return what a Paddle script writes to train under ``new`` instead of the policy ``before``; empty if that is the same to Paddle.
+
+    Args:
+        before: the policy of a run, or ``as-is``.
+        new: the policy with a fix.
+    """
+    old = Policy.parse(before) if before.partition(":")[0] in PRESETS else PRESETS["fp16"]
+    lines = []
+    if set(new.fp32_modules) - set(old.fp32_modules):
+        lines.append("with paddle.amp.auto_cast(enable=False):")
+    ops = sorted(
+        {paddle_ops.amp_name(op) for name in set(new.fp32) - set(old.fp32) for op in paddle_ops.listed_by(name)}
+    )
+    if ops:
+        names = ", ".join(f'"{op}"' for op in ops)
+        lines.append(f"paddle.amp.auto_cast(custom_black_list=[{names}])")
+    if new.compute != old.compute and new.lowers:
+        lines.append(f'paddle.amp.auto_cast(dtype="{new.storage.dtype_name}")')
+    elif new.loss_scale != "none" and (new.loss_scale, new.init_scale) != (old.loss_scale, old.init_scale):
+        lines.append(f"scaler = paddle.amp.GradScaler(init_loss_scaling={new.init_scale})")
+    return "; ".join(lines)

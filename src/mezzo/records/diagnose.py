@@ -80,6 +80,8 @@ class DiagnoseRecord(WholeRecord):
     fix: str = ""
     fix_line: str = ""
     """The line to write."""
+    fix_policy: str = ""
+    """The policy that the line writes; empty if the fix is none."""
     fix_where: str = ""
     """Where it is written: on the command line, in which call, or at which line."""
     fix_tried: bool = False

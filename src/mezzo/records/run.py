@@ -234,9 +234,16 @@ def inspecting(framework: str) -> tuple[str, ...]:
     Args:
         framework: the framework's name in the record of a run.
     """
-    if framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework:
+    library, backend = library_and_backend(framework)
+    if "torch" in (library, backend) or library == "paddle":
         return INSPECTING
-    return ("audit", "diagnose") if " on tensorflow " in framework else ()
+    return ("audit", "diagnose") if backend == "tensorflow" else ()
+
+
+def library_and_backend(framework: str) -> tuple[str, str]:
+    """Return the parts of a framework's name in the record of a run: ``("keras", "tensorflow")``; no backend is empty."""
+    name, backend, *_ = [*framework.split()[::3], "", ""]
+    return name or "torch", backend
 
 
 class Placement(Value):
@@ -317,6 +324,16 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """Whether the script ended by itself and never began to train, which is no error in a process that starts others."""
     hint: str = ""
     """What to do about the error; empty where that is not known."""
+
+    @property
+    def library(self) -> str:
+        """What the script trains in, without versions: ``torch``, ``keras`` or ``paddle``."""
+        return library_and_backend(self.framework)[0]
+
+    @property
+    def backend(self) -> str:
+        """The backend of Keras: ``tensorflow``, ``torch`` or ``jax``; empty for other libraries."""
+        return library_and_backend(self.framework)[1]
 
     @property
     def where(self) -> str:

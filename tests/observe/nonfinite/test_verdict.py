@@ -21,7 +21,8 @@ from mezzo.observe.nonfinite.evidence import (
     read_evidence,
     write_evidence,
 )
-from mezzo.observe.nonfinite.fixes import Offer, Tried, next_offer, settled
+from mezzo.observe.nonfinite.fixes import Tried, next_offer, settled
+from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
@@ -372,7 +373,9 @@ def test_a_low_scale_of_a_short_run_is_undecided_until_there_are_enough_steps(sh
 def test_a_fix_that_helped_says_what_else_may_help_in_the_script(located: Located, untried: str) -> None:
     record = known([ran("first", Evidence(located=located))])
     healthy = DiagnoseRecord(run=record_of(), verdict="healthy")
-    fixed = settled(record, [Tried(Offer("train in BF16", 'policy = "bf16"', Policy.parse("bf16")), healthy)], last=4)
+    fixed = settled(
+        record, [Tried(Offer("train in BF16", policy=Policy.parse("bf16")), healthy)], last=4, caller="loop"
+    )
     assert (fixed.fix, fixed.fix_tried) == ("train in BF16", True)
     assert fixed.fix_note == f"tried: the script ran 4 steps under bf16, and nothing is wrong{untried}"
 

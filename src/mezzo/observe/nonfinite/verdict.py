@@ -26,7 +26,9 @@ from mezzo.formats import FP16
 from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
-from mezzo.observe.nonfinite.fixes import Offer, Tried
+from mezzo.observe.nonfinite.fixes import Tried
+from mezzo.observe.nonfinite.offers import Offer
+from mezzo.observe.nonfinite.where import Caller
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
@@ -64,19 +66,23 @@ class ScriptRun:
         return self.settings.steps[-1]
 
 
-def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord:
+def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: Caller = "loop") -> DiagnoseRecord:
     """Return the verdict on a script whose first run left evidence.
 
     Args:
         runs: the script's runs in order; the first is the script as it is.
         untried: why not every fix was tried; empty if all that may help were.
+        caller: the code that trains, in which a fix is written.
     """
     first, evidence = _showed(runs[0])
     record = known(runs).model_copy(update={"run": first})
     if record.has_place:
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(record, first)
-        record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
+        if untried:
+            record = fixes.offered(record, untried=untried, caller=caller)
+        else:
+            record = fixes.settled(record, tried(runs), last=last, caller=caller)
     recurs = record.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
     of_skips = recurs or record.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
@@ -155,7 +161,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         steps_needed=STEPS_THAT_SETTLE if evidence.may_settle_higher else None,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
-        notes=words.notes(evidence, framework=run.framework),
+        notes=words.notes(evidence, backend=run.backend),
     )
     if evidence.located is not None and not _refused(run, evidence.located):
         return _of_fault(record, evidence.located)

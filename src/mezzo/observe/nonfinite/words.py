@@ -86,14 +86,14 @@ def _swallowed(located: Located) -> str:
     return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
-def notes(evidence: Evidence, *, framework: str) -> list[Reason]:
+def notes(evidence: Evidence, *, backend: str) -> list[Reason]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
     reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
-        compiler = "tf.function" if " on tensorflow " in framework else "torch.compile"
+        compiler = "tf.function" if backend == "tensorflow" else "torch.compile"
         reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
-    if " on tensorflow " in framework:
+    if backend == "tensorflow":
         why = "values that are infinite or NaN are followed to the loss, a gradient or a weight, and no others"
         reasons.append(Reason(what="silent saturation", value="not judged on TensorFlow", reason=why))
     if evidence.found_by_rank is not None:
