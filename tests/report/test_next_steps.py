@@ -328,7 +328,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             "range_overflow",
             located=True,
             fix="keep b in FP32",
-            fix_line='policy = "fp16:fp32_modules=b.*"',
+            fix_policy="fp16:fp32_modules=b.*",
             fix_tried=True,
         ),
         [
@@ -615,7 +615,7 @@ def test_hostile_words_stay_the_scripts_own(words: tuple[str, ...]) -> None:
             words=words,
             located=True,
             fix="f",
-            fix_line='policy = "fp16:fp32_modules=a.*+b?"',
+            fix_policy="fp16:fp32_modules=a.*+b?",
             fix_tried=True,
         ),
         diagnose("invalid_operation", words=words, fix="f", fix_line="x"),

@@ -39,8 +39,6 @@ from mezzo.report.commands import (
 from mezzo.report.sheets.compare import best_of
 
 MOST = 3
-_WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
-"""The fix line of a diagnosis if it is a policy, possibly after its equivalent in the script's framework."""
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
 """Findings that mixed precision is missing or off: the fix is a policy."""
@@ -284,7 +282,6 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
 
 def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
     commands, policy = _Commands(record.run), typed_policy(record.run)
-    written = _WRITTEN.fullmatch(record.fix_line)
     if record.verdict == "unfinished" and not record.fix_tried:
         yield from _after_failure(record.run, commands, policy)
     elif record.verdict == "healthy" and record.run.changed_nothing:
@@ -307,8 +304,8 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         if preset_of(record.run.policy) not in WIDE:
             yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")
         yield from commands.again("if the script draws from generators of its own, after setting their seeds")
-    elif written and (record.fix_tried or record.located):
-        fixed = written[1]
+    elif record.fix_policy and (record.fix_tried or record.located):
+        fixed = record.fix_policy
         yield from commands.step("train with the fix", "run", policy=fixed)
         yield from commands.step("see whether it trains like fp32", "compare", policies=with_fp32(fixed))
         if not commands.script:
