@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
@@ -14,16 +14,8 @@ from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, Whol
 
 AS_IS = "as-is"
 """Takes the place of a policy if the script keeps its own precision."""
-CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
-"""Changes to a script's models, by their names in the explanation of a run."""
-OWN_16_BITS = "16-bit weights"
-"""What a run leaves alone if the script itself keeps its weights in 16 bits."""
-NOT_COUNTED = "FLOPs not counted"
-"""What a run says about a compiled operation whose FLOPs are missing."""
-CUDA_GRAPH = "CUDA graph"
-"""What a run leaves alone if the script replays training steps."""
-NOT_APPLIED = "not applied"
-"""The value of a change that found no model to change."""
+ModelChange: TypeAlias = Literal["channels_last", "compile", "checkpoint"]
+"""A change to a script's models that a run may be asked for."""
 
 
 class Loss(Value):
@@ -134,6 +126,14 @@ class Effective(Value):
     counted_on_step: int | None = None
     left_alone: list[Reason] = []
     """What could not be switched, and why."""
+    uncounted: list[str] = []
+    """Compiled operations whose FLOPs are missing."""
+    num_replays: int = 0
+    """How often the script replayed a graph of its training steps, which are not in the record."""
+    own_16_bits: str = ""
+    """A module whose weights the script itself keeps in 16 bits; empty if there is none."""
+    unmade_changes: dict[ModelChange, str] = {}
+    """Requested changes that were not made to any model, and why."""
 
     @property
     def lowered(self) -> bool:
@@ -354,14 +354,15 @@ class RunRecord(WholeRecord, NamedByPolicy):
     @property
     def replays(self) -> str:
         """How often the script replayed a graph of its training steps, which are not in the record; empty if it did not."""
-        return next((one.value for one in self.effective.left_alone if one.what == CUDA_GRAPH), "")
+        count = self.effective.num_replays
+        return f"{count} replay{'s' * (count > 1)}" if count else ""
 
     @property
     def own_16_bits(self) -> str:
         """The model whose weights the script itself keeps in 16 bits though the policy asks for FP32; empty if there is none."""
         if self.policy.split(":")[0] not in _LOWER_NOTHING or not self.effective.lowered:
             return ""
-        return next((one.value for one in self.effective.left_alone if one.what == OWN_16_BITS), "")
+        return self.effective.own_16_bits
 
     @property
     def own_formats(self) -> dict[str, float]:
@@ -390,7 +391,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
         name, effective = self.policy.split(":")[0], self.effective
         if name in (AS_IS, *_LOWER_NOTHING):
             return ""
-        if any(one.what == NOT_COUNTED for one in effective.left_alone):
+        if effective.uncounted:
             return ""  # what was not counted may have been lowered
         if not effective.lowered and (effective.flops_by_format or effective.num_lowered == 0):
             return "changed nothing"

@@ -22,7 +22,6 @@ from mezzo.records import (
     Effective,
     Loss,
     Memory,
-    Reason,
     Record,
     RunRecord,
     ScaleName,
@@ -317,8 +316,7 @@ def test_run_that_did_not_train(fields: dict[str, object], headline: str, error:
     ],
 )
 def test_the_headline_says_that_a_graph_replayed_steps(fields: dict[str, object], headline: str) -> None:
-    reason = Reason(what="CUDA graph", value="100 replays", reason="")
-    effective = Effective(flops_by_format={"fp16": 1}, left_alone=[reason])
+    effective = Effective(flops_by_format={"fp16": 1}, num_replays=100)
     sheet = run_sheet(build.run_record(effective=effective, **fields))
     assert sheet.headline == f"{headline}; 100 replays of a CUDA graph are not recorded"
 
