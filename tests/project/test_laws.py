@@ -51,10 +51,14 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
+FACTS = (
+    "errors error_texts version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy "
+    "explain records"
+)
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
+    "error_texts": "",
     "version": "",
     "secrets": "",
     "temporary": "",
@@ -75,7 +79,7 @@ MAY_IMPORT = {
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
-    "report": "errors secrets records report",
+    "report": "errors error_texts secrets records report",
     "notebook": "temporary records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe patching launch report cli __init__",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.check import Check
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.measure.check.answer import Case
+    from mezzo.measure.check.offers import Offered
     from mezzo.records import Answer, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
@@ -69,7 +70,7 @@ def time_for_runs_s(opts: CheckOptions, machine: Machine) -> float:
 
 
 def check_record(
-    opts: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
+    opts: CheckOptions, checking: Check, offers: list[Offered], machine: Machine, engine: Engine
 ) -> CheckRecord:
     """Return the record of a finished check."""
     from mezzo.launch.several.plan import MARGIN, repairs, undone
@@ -109,7 +110,7 @@ def check_record(
         answer=answer,
         device=device_report(here, facts=machine.facts),
         gpu="" if gpu is None else gpu.label,
-        offered=offers,
+        offered=[offer.note for offer in offers],
         budget_s=opts.budget.seconds,
         seeds=opts.seeds,
         first_steps=checking.first_steps,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import PurePath
 from typing import Literal, TypeAlias
 
@@ -101,13 +100,6 @@ class Memory(Value):
 _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
 """A smaller share of the FLOPs does not count as the script's own precision."""
-_REFUSED = re.compile(
-    r"\bNoKernelError: |"  # Mezzo's own, in torch's words
-    r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
-    r"(?:\bdtype|scalar type|not implemented for|bias type)",
-    re.DOTALL,
-)
-_BEYOND = re.compile(r"\bcannot be converted to type .* without overflow")
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
@@ -398,16 +390,6 @@ class RunRecord(WholeRecord, NamedByPolicy):
         if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
             return "computed nothing in FP8"
         return ""
-
-
-def refuses_format(error: str) -> bool:
-    """Return whether an operation refused its operands' format: it has no kernel for it, or the operands' formats differ."""
-    return _REFUSED.search(error) is not None
-
-
-def leaves_range(error: str) -> bool:
-    """Return whether a number in the script, such as a mask's -1e9, is beyond the range of the format it was converted to."""
-    return _BEYOND.search(error) is not None
 
 
 # --- The processes of a run, and what each of them measured ---------------------------------------------------------------------

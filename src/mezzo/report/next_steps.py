@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.records import (
     AS_IS,
     AnyRecord,
@@ -24,7 +25,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import BATCH, WIDE, leaves_range, refuses_format
+from mezzo.records.run import BATCH, WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.commands import (
     TypedScript,

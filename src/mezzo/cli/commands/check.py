@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from mezzo.launch.several.check import Check, CheckSettings
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.side_by_side import Engine
+    from mezzo.measure.check.offers import Offered
     from mezzo.policy import Policy
-    from mezzo.records import CheckRecord, Reason
+    from mezzo.records import CheckRecord
 
 _DEFAULT_SEEDS = 3
 _TAIL = 12
@@ -166,21 +167,19 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _offers(opts: CheckOptions, machine: Machine) -> list[Reason]:
+def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
     from mezzo.launch.frameworks import own_sources
-    from mezzo.measure.check.offers import BASELINE, TRIED, offered
+    from mezzo.measure.check.offers import BASELINE, THE_BASELINE, Offered, offered
     from mezzo.measure.check.own_amp import own_amp
-    from mezzo.records import Reason
 
     if opts.policies is None:
         sources = own_sources(opts.script.target, kind=opts.script.kind)
         return offered(machine.device, target=None if opts.gpu is None else opts.gpu.device, own_amp=own_amp(sources))
     why = "--policies names it"
-    others = [Reason(what=text, value=TRIED, reason=why) for text in opts.policies if text != BASELINE]
-    return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
+    return [THE_BASELINE, *(Offered(text, True, why) for text in opts.policies if text != BASELINE)]
 
 
-def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
+def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Offered]) -> None:
     here = machine.device
     budget.say(f"{machine.name} trains on {here.kind}, {here.name}; {formats_of(here)}")
     if opts.gpu is not None:
@@ -188,10 +187,10 @@ def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: li
             f"the answer is for {opts.gpu.label}; gains from hardware that {machine.name} lacks are bounded, not measured"
         )
     for offer in offers:
-        budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+        budget.say(f"{offer.note.what} {offer.note.value}: {offer.reason}")
 
 
-def _settings(opts: CheckOptions, offers: list[Reason], *, budget_s: float) -> CheckSettings:
+def _settings(opts: CheckOptions, offers: list[Offered], *, budget_s: float) -> CheckSettings:
     from mezzo.launch.several.check import CheckSettings
     from mezzo.measure.check.offers import tried
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
 from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
 from mezzo.observe.nonfinite import fixes, words
@@ -32,7 +33,6 @@ from mezzo.observe.nonfinite.where import Caller
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
-from mezzo.records.run import refuses_format
 
 Role: TypeAlias = Literal["first", "suspects", "skips", "scale of 1", "fp32", "fix", "fp32 later"]
 """The purpose of a run: the script as it is; to inspect the steps that were not finite; to inspect skips that the loss scale does not
