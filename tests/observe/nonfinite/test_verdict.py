@@ -607,6 +607,7 @@ def test_an_overflow_with_a_fault_in_fp32_has_a_cause(again: Evidence, verdict: 
     record = known([ran("first", OVERFLOWS), ran("fp32", again, 3)])
     assert record.verdict == verdict
     assert [(n.what, n.value) for n in record.notes] == [("cause", cause)]
+    assert (record.own_cast, record.fails_in_fp32) == (("fp16", False) if cause == "fp16" else ("", True))
 
 
 # --- fixes -----------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from mezzo.observe.module_names import outermost
 from mezzo.observe.nonfinite import offers as lines
 from mezzo.observe.nonfinite.offers import DOMAINS, NO_ROOT, Offer
 from mezzo.observe.nonfinite.where import Caller, applies, written
-from mezzo.observe.nonfinite.words import ITSELF
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
@@ -185,10 +184,9 @@ def _reached(trial: Tried) -> int:
 
 
 def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
-    causes = _causes(record)
-    if record.format in causes:  # a format that the script chose itself
+    if _casts_itself(record):
         return f"change the cast to {record.format} in the script"
-    if ITSELF in causes:
+    if record.fails_in_fp32:
         return f"the training fails in FP32 too: {DIVERGES}"
     outcome = max(tried, key=_reached).again
     explained = outcome is not None and (outcome.located or outcome.origin == "norm")
@@ -198,9 +196,9 @@ def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
     return "mezzo fallback searches for a set of modules to keep in FP32"
 
 
-def _causes(record: DiagnoseRecord) -> list[str]:
-    """Return why FP32 fails, too: a format that the script chose itself, or the training."""
-    return [note.value for note in record.notes if note.what == "cause"]
+def _casts_itself(record: DiagnoseRecord) -> bool:
+    """Return whether the script itself chose the format that the value left."""
+    return bool(record.own_cast) and record.own_cast == record.format
 
 
 def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord, caller: Caller) -> DiagnoseRecord:
@@ -320,7 +318,7 @@ def _for_range(record: DiagnoseRecord) -> list[Offer]:
     by_name, by_line = _operation(record), _line(record)
     costly = record.op in _COSTLY
     # A policy's lists do not reach what the script itself casts.
-    operation = (by_line or by_name) if record.format in _causes(record) else (by_name or by_line)
+    operation = (by_line or by_name) if _casts_itself(record) else (by_name or by_line)
     offers = [*module, *_bf16(record), *operation] if costly else [*module, *operation, *_bf16(record)]
     return offers or [Offer(f"compute {record.op} in FP32", lines.CAST)]
 

@@ -118,7 +118,8 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
         elif ran.role == "fp32":
             record = _in_fp32(record, ran, runs)
         elif ran.role == "fp32 later" and _fails(judged(ran)):
-            record = record.model_copy(update={"notes": [*record.notes, words.later_in_fp32(judged(ran))]})
+            note = words.later_in_fp32(judged(ran))
+            record = record.model_copy(update={"fails_in_fp32": True, "notes": [*record.notes, note]})
     return record
 
 
@@ -289,13 +290,13 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
         if record.verdict != "range_overflow":
             return record
         of_script = outcome.located and outcome.format == record.format
-        cause = [words.cause_in_fp32(record, of_script=of_script, step=outcome.step)]
+        cause = _cause(record, of_script=of_script, step=outcome.step)
         if not _is_fp32(ran):  # a further run decides
-            return record.model_copy(update={"notes": [*record.notes, *(cause if of_script else [])]})
+            return record.model_copy(update=cause if of_script else {})
         found = outcome.verdict == "invalid_operation" and (outcome.located or outcome.origin == "norm")
         if found and outcome.step == record.step and outcome.line != record.line:
             outcome = outcome.model_copy(update={"detail": f"{outcome.detail}. {words.elsewhere(record)}"})
-        return (outcome if found else record).model_copy(update={"notes": [*record.notes, *cause]})
+        return (outcome if found else record).model_copy(update=cause)
     if record.step not in evidence.watched or not repeats(runs) or record.verdict != "invalid_operation":
         return record
     if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
@@ -305,10 +306,17 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
     changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
     failed_before = any(other.role == "fp32" and other is not ran for other in runs)
     if failed_before and record.zero_eps is None:
-        own_cast = words.cause_in_fp32(changed, of_script=True, step=record.step)
-        changed = changed.model_copy(update={"notes": [*record.notes, own_cast]})
+        changed = changed.model_copy(update=_cause(changed, of_script=True, step=record.step))
     detail = words.zero_eps(changed) if record.zero_eps is not None else words.rounded_away(record, narrow)
     return changed.model_copy(update={"detail": detail})
+
+
+def _cause(record: DiagnoseRecord, *, of_script: bool, step: int) -> dict[str, object]:
+    """Return what a run that fails in FP32 as well adds to ``record``: the script's own cast is the cause, or the training."""
+    note = words.cause_in_fp32(record, of_script=of_script, step=step)
+    fact = {"own_cast": record.format} if of_script else {"fails_in_fp32": True}
+    known = {"own_cast": record.own_cast, "fails_in_fp32": record.fails_in_fp32}
+    return {**known, **fact, "notes": [*record.notes, note]}
 
 
 def _fails(record: DiagnoseRecord) -> bool:
