@@ -340,6 +340,16 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         diagnose("invalid_operation", located=True, fix="keep it above 0", fix_line="y = torch.sqrt(x + 1e-12)"),
         [("after changing the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
     ),
+    "diagnosis of a cast that no set of modules reaches": (
+        diagnose(
+            "range_overflow",
+            located=True,
+            fix="none of these",
+            own_cast="fp16",
+            passes=[Pass(policy="bf16", reason="to try: bf16", tries_fix=True)],
+        ),
+        [("after changing the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
+    ),
     "diagnosis that needs a set": (
         diagnose(
             "range_overflow",

@@ -323,7 +323,7 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
 
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     tried = any(one.tries_fix for one in record.passes)
-    return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
+    return tried and record.run.policy != AS_IS and not (record.own_cast or record.fails_in_fp32)
 
 
 # --- ranges, fallback, predict, doctor ---------------------------------------------------------------------------------------------
