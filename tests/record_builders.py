@@ -291,6 +291,7 @@ def check_record(**fields: object) -> CheckRecord:
         policy="bf16",
         why="bf16 trains like fp32",
         evidence=comparison.rows[1].reason,
+        evidence_of=comparison.rows[1].policy,
         gains=gains,
         memory_saved=0.232,
         others=[Reason(what="fp16-pure", value="diverged", reason="the loss is NaN from step 121")],

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from mezzo import Policy, PolicyError
-from mezzo.commands.diagnose import fixes
 from mezzo.explain import Choice
 from mezzo.frameworks import keras, paddle
-from mezzo.frameworks.paddle_lines import in_paddle
 
 KERAS = {
     "float32": "fp32",
@@ -86,43 +84,49 @@ def test_explaining_imports_neither_framework() -> None:
     assert done.stdout == "set()\n"
 
 
-KEEP = 'policy = "fp16:fp32_modules=big"'
 IN_PADDLE = [
-    # a line of a diagnosis, the policy of the run, and what a Paddle script has to say
-    (KEEP, "fp16", f"with paddle.amp.auto_cast(enable=False):  # {KEEP}"),
-    ('policy = "bf16"', "fp16", 'paddle.amp.auto_cast(dtype="bfloat16")  # policy = "bf16"'),
-    (
-        'policy = "fp16:fp32=linear"',
-        "fp16",
-        'paddle.amp.auto_cast(custom_black_list=["matmul_v2"])  # policy = "fp16:fp32=linear"',
-    ),
-    (
-        'policy = "fp16:init_scale=1024"',
-        "fp16",
-        'scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)  # policy = "fp16:init_scale=1024"',
-    ),
-    (
-        "scaler = torch.amp.GradScaler(init_scale=64.0)",
-        "as-is",
-        "scaler = paddle.amp.GradScaler(init_loss_scaling=64.0)",
-    ),
-    (
-        "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
-        "as-is",
-        'paddle.amp.auto_cast(dtype="bfloat16")  # and no GradScaler',
-    ),
-    ("x = x.float()  # before this line", "fp16", 'x = x.astype("float32")  # before this line'),
-    ("y = torch.log(x.clamp_min(1e-6))", "fp16", "y = paddle.log(x.clip(min=1e-6))"),
-    ("clip_grad_norm_(parameters, 1.0)", "fp16", "paddle.nn.utils.clip_grad_norm_(parameters, 1.0)"),
+    # the policy with a fix, and what a Paddle script that trained under fp16 writes
+    ("fp16:fp32_modules=big", "with paddle.amp.auto_cast(enable=False):"),
+    ("bf16", 'paddle.amp.auto_cast(dtype="bfloat16")'),
+    ("fp16:fp32=linear", 'paddle.amp.auto_cast(custom_black_list=["matmul_v2"])'),
+    ("fp16:init_scale=1024", "scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)"),
+    ("fp16", ""),
 ]
 
 
-@pytest.mark.parametrize(("line", "before", "expected"), IN_PADDLE)
-def test_a_line_to_write_in_paddles_terms(line: str, before: str, expected: str) -> None:
-    assert in_paddle(line, before=before) == expected
+@pytest.mark.parametrize("before", ["fp16", "as-is"])
+@pytest.mark.parametrize(("policy", "expected"), IN_PADDLE)
+def test_a_policy_in_paddles_terms(policy: str, before: str, expected: str) -> None:
+    assert paddle.script_lines(before, Policy.parse(policy)) == expected
 
 
-@pytest.mark.parametrize("line", [line for _, _, line in fixes._INVALID])
-def test_no_line_for_paddle_names_torch(line: str) -> None:
-    assert "torch" not in in_paddle(line, before="fp16")
-    assert "clamp" not in in_paddle(line, before="fp16")
+PARTS = {
+    "layer": ('dtype="float32"  # argument of the layer head', "where the layer is created"),
+    "layers": ('dtype="float32"  # argument of the layers head and mid', "where the layer is created"),
+    "bf16": ('keras.config.set_dtype_policy("mixed_bfloat16")', "before the first layer is created"),
+    "scaler": (
+        "optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1024.0)",
+        "where the optimizer is created, before model.compile()",
+    ),
+}
+IN_KERAS = [
+    # the policy of the run, with the fix, the script's own new scale, the layers in FP32, and the lines
+    ("fp16", "fp16:fp32_modules=head", None, ("head",), ["layer"]),
+    ("fp16", "fp16:fp32_modules=head+mid", None, ("head", "mid"), ["layers"]),
+    (None, None, None, ("head",), ["layer"]),
+    ("fp16", "bf16", None, (), ["bf16"]),
+    (None, "bf16", None, (), ["bf16"]),
+    ("bf16", "bf16", None, (), []),
+    ("fp16", "fp16:init_scale=1024", None, (), ["scaler"]),
+    (None, None, 1024.0, (), ["scaler"]),
+    ("fp16", "fp16:init_scale=1024:fp32_modules=head", None, ("head",), ["scaler", "layer"]),
+    ("fp16", None, None, (), []),
+]
+
+
+@pytest.mark.parametrize(("own", "policy", "scale", "kept", "parts"), IN_KERAS)
+def test_a_policy_in_keras_terms(
+    own: str | None, policy: str | None, scale: float | None, kept: tuple[str, ...], parts: list[str]
+) -> None:
+    policies = [None if text is None else Policy.parse(text) for text in (own, policy)]
+    assert keras.script_lines(*policies, scale=scale, kept=kept) == [PARTS[part] for part in parts]

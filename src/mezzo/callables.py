@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
-from mezzo.commands.diagnose.where import where_to_write
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.trials import Ahead
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
@@ -125,8 +124,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         )
     why = "every step's operations"
     only = ScriptRun(role="first", reason=why, policy=chosen, settings=settings, run=run, evidence=evidence)
-    record = diagnosis([only], untried="a function cannot be run again from its initial state")
-    return record.model_copy(update={"fix_where": where_to_write(record, "function")})
+    return diagnosis([only], untried="a function cannot be run again from its initial state", caller="function")
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 NOT_HONOURED = "not honoured"
-"""The prefix of a choice's value if a framework cannot do what the policy asks."""
+"""The first words of a choice's value if a framework cannot do what the policy asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def in_short(policy: Policy) -> str:
     if not policy.lowers:
         return f"computes in {policy.compute}, casts nothing"
     ways = {"ops": "chosen operation by operation", "model": "for the whole model"}
-    words = [f"{policy.compute} {ways[policy.casting]}", f"weights {_weights(policy).value}"]
+    words = [f"{policy.compute} {ways[policy.casting]}", f"weights {weights(policy).value}"]
     if policy.loss_scale != "none":
         begin = "from " if policy.loss_scale == "dynamic" else ""
         words.append(f"loss scale {policy.loss_scale} {begin}{policy.init_scale:g}")
@@ -74,7 +74,7 @@ def explain(policy: Policy, device: Device | str) -> Choices:
     """
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
-    choices = [_compute(policy, where, arithmetic, why), _weights(policy), _scale(policy)]
+    choices = [_compute(policy, where, arithmetic, why), weights(policy), loss_scale(policy)]
     if policy.compute == "fp8":
         choices += [_recipe(policy), _fp8_speed(arithmetic)]
     if policy.casting == "ops":
@@ -82,9 +82,7 @@ def explain(policy: Policy, device: Device | str) -> Choices:
         choices += _user_lists(policy)
     if policy.casting == "model":
         choices.append(_norms(policy))
-    if policy.fp32_modules:
-        patterns = ", ".join(policy.fp32_modules)
-        choices.append(_choice("modules", f"{patterns} in fp32", "the policy keeps them in FP32"))
+    choices += modules(policy)
     choices += _communication(policy)
     if where.kind != "cpu":
         choices.append(_choice("evidence", "it has run" if where.has_run else "none", where.evidence))
@@ -122,7 +120,8 @@ def _fp8_speed(arithmetic: str) -> Choice:
     return _choice("speed", "slower than bf16", reason)
 
 
-def _weights(policy: Policy) -> Choice:
+def weights(policy: Policy) -> Choice:
+    """Return the format that the weights are kept in."""
     if policy.casting != "model":
         reason = "the optimizer updates them in FP32, so small updates are kept"
         return _choice("weights", "fp32", reason)
@@ -133,7 +132,8 @@ def _weights(policy: Policy) -> Choice:
     return _choice("weights", f"{policy.compute} only", reason)
 
 
-def _scale(policy: Policy) -> Choice:
+def loss_scale(policy: Policy) -> Choice:
+    """Return how the loss is scaled."""
     if policy.loss_scale == "dynamic":
         value = f"dynamic from {policy.init_scale:g}, grows every {policy.growth_interval} updates"
         reason = f"small gradients would become zero in {policy.compute}"
@@ -184,6 +184,12 @@ def _user_lists(policy: Policy) -> list[Choice]:
         for precision in oplists.USER_LISTS
         if (names := getattr(policy, precision))
     ]
+
+
+def modules(policy: Policy) -> list[Choice]:
+    """Return which modules the policy keeps in FP32, if any."""
+    value = f"{', '.join(policy.fp32_modules)} in fp32"
+    return [_choice("modules", value, "the policy keeps them in FP32")] if policy.fp32_modules else []
 
 
 def _norms(policy: Policy) -> Choice:

@@ -51,11 +51,15 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
+FACTS = (
+    "errors error_texts version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy "
+    "explain records"
+)
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
     "lazy_names": "",
+    "error_texts": "",
     "version": "",
     "secrets": "",
     "temporary": "",
@@ -72,11 +76,11 @@ MAY_IMPORT = {
     "records": "errors secrets lazy_names records",  # with each command's record
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
-    "observe": f"{FACTS} engine measure observe",
+    "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch commands",
-    "report": "errors secrets records report",  # with each command's page
+    "report": "errors error_texts secrets records report",  # with each command's page
     "notebook": "temporary records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "commands": f"{FACTS} frameworks engine measure observe patching launch report cli commands __init__",
@@ -441,6 +445,155 @@ def test_no_file_reads_a_private_name_of_a_session() -> None:
 def test_a_private_read_of_a_session_is_found() -> None:
     sources = {"a.py": "self._session._window.calls", "b.py": "session.state.window", "c.py": "session._x = 1"}
     assert private_reads_of_sessions(sources) == ["a.py: _session._window", "c.py: session._x"]
+
+
+# --- 8c. facts are data: no sentence decides anything ---
+
+_SENTENCES = frozenset(
+    (
+        "what",
+        "reason",
+        "why",
+        "hint",
+        "advice",
+        "headline",
+        "title",
+        "detail",
+        "details",
+        "fix",
+        "fix_line",
+        "fix_where",
+    )
+)
+"""Fields of records and errors that are read by people."""
+_TEXT_METHODS = frozenset(
+    (
+        "startswith",
+        "endswith",
+        "removeprefix",
+        "removesuffix",
+        "partition",
+        "rpartition",
+        "split",
+        "find",
+        "index",
+        "count",
+    )
+)
+_PATTERNS = frozenset(("compile", "match", "search", "fullmatch", "sub", "split", "findall", "finditer"))
+SENTENCES_READ = {
+    # path: the texts of others that it reads, or why its own are no sentences
+    "error_texts.py": "errors of torch, CUDA and Python",
+    "cli/usage.py": "errors of click and pydantic, and the command that was typed",
+    "launch/recording.py": "Python's tracebacks",
+    "launch/ranks/positions.py": "faulthandler's tracebacks",
+    "launch/process/guard.py": "the kernel's /proc/PID/status",
+    "notebook.py": "Python's NameError in the output of a cell",
+    "measure/predict/script/tapes.py": "errors of Python and the output of the process that traced",
+    "devices.py": "names of GPUs",
+    "measure/environment.py": "names of environment variables, as a verbose pattern",
+    "report/html.py": "texts that must not be broken between lines, as a pattern",
+    "launch/torch/snapshots/functions.py": "kinds of parts in a snapshot's file",
+    "launch/torch/snapshots/loops.py": "kinds of parts in a snapshot's file",
+    "launch/torch/snapshots/restore.py": "kinds of parts in a snapshot's file",
+    "cli/help/shown.py": "the default in an option's help",
+    "cli/progress.py": "its own time, without the seconds",
+    "report/sheets/answers.py": "which lines a page repeats",
+    "commands/check/page.py": "the order of a page's lines",
+}
+
+
+def _members(sources: dict[str, str]) -> set[str]:
+    """Return the members of all Literal types."""
+    types = (
+        node.slice
+        for source in sources.values()
+        for node in nodes_of(source)
+        if isinstance(node, ast.Subscript) and _last_name(node.value) == "Literal"
+    )
+    return {
+        c.value for kind in types for c in ast.walk(kind) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+    }
+
+
+def _reads_as_sentence(node: ast.AST, members: set[str]) -> bool:
+    """Return whether a literal, or one of several in a tuple, has two words or ends with a colon, and is no member of a type."""
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return any(_reads_as_sentence(element, members) for element in node.elts)
+    if isinstance(node, ast.JoinedStr):
+        return any(_reads_as_sentence(part, members) for part in node.values)
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value in members:
+        return False
+    return re.search(r"\w[,;:]? [\w=]|[a-z]: ?$", node.value) is not None
+
+
+def _literals(source: str) -> dict[str, ast.expr]:
+    """Return the constants of a file by name."""
+    assigned = [node for node in tree_of(source).body if isinstance(node, ast.Assign)]
+    return {target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+
+
+def sentences_that_decide(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return where a text for people is parsed, matched or compared, by file.
+
+    Found are: a field of ``_SENTENCES`` in a comparison with a literal or a constant, or read by a text method; a literal of several
+    words in a comparison, a text method or a pattern, by name too for the last two, unless it is a member of a Literal type.
+    """
+    members, found = _members(sources), dict[str, list[str]]()
+    for path, source in sources.items():
+        constants = _literals(source)
+
+        def is_read(node: ast.AST, constants: dict[str, ast.expr] = constants) -> bool:
+            return _reads_as_sentence(constants.get(node.id, node) if isinstance(node, ast.Name) else node, members)
+
+        for node in nodes_of(source):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                fixed = any((isinstance(side, ast.Constant) and side.value) or _is_constant(side) for side in sides)
+                reads = any(_reads_as_sentence(side, members) for side in sides)
+                reads |= fixed and any(map(_is_for_people, sides))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name, of = node.func.attr, node.func.value
+                reads = (name in _TEXT_METHODS or (_last_name(of) == "re" and name in _PATTERNS)) and any(
+                    map(is_read, node.args)
+                )
+                reads |= name in _TEXT_METHODS - {"split", "partition", "count", "index"} and _is_for_people(of)
+            else:
+                continue
+            if reads:
+                found.setdefault(path, []).append(f"{node.lineno}: {ast.unparse(node)[:90]}")
+    return found
+
+
+def _is_constant(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Name, ast.Attribute)) and _last_name(node).strip("_").isupper()
+
+
+def _is_for_people(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in _SENTENCES
+
+
+def test_no_sentence_decides_anything() -> None:
+    found = sentences_that_decide(SOURCES)
+    assert {path: lines for path, lines in found.items() if path not in SENTENCES_READ} == {}
+    assert set(SENTENCES_READ) - set(found) == set(), "these read no sentence any more"
+
+
+def test_a_sentence_that_decides_is_found() -> None:
+    sources = {
+        "types.py": 'Role = Literal["scale of 1", "fix"]\n',
+        "reads.py": """
+_WRITTEN = re.compile(r'policy = "([^"]*)"')
+NOTED = "CUDA graph"
+_LIMIT = "stopped at its limit"
+known = any(note.what == "cause" for note in notes) or any(note.what == NOTED for note in notes)
+late = error.startswith(_LIMIT) or reason.value == "do not follow" or "binary cross entropy" in refusal.reason
+to_try = text.removeprefix("to try:")
+""",
+        "reads_none.py": 'known = run.role == "scale of 1" or alarm.kind == KIND or f"{run.reason}: no" if run.reason else ""\n',
+    }
+    lines = {path: [line.partition(":")[0] for line in found] for path, found in sentences_that_decide(sources).items()}
+    assert {path: sorted(found) for path, found in lines.items()} == {"reads.py": ["2", "5", "5", "6", "6", "6", "7"]}
 
 
 # --- 9. one definition of each constant, and tests that mirror the source ---

@@ -27,7 +27,6 @@ from mezzo.records import (
     read_record,
     write_record,
 )
-from mezzo.records.run import leaves_range, refuses_format
 
 KINDS: tuple[type[BaseModel], ...] = get_args(get_args(records.Record)[0])
 NAN, INF = math.nan, math.inf
@@ -333,29 +332,6 @@ def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     record = DoctorRecord(environment=ENVIRONMENT, devices=[])
     write_record(record, tmp_path / "record.json")
     assert read_record(str(tmp_path / "record.json")) == record
-
-
-REFUSALS = {
-    "RuntimeError: Unsupported dtype BFloat16": True,
-    "RuntimeError: scatter(): Expected self.dtype to be equal to src.dtype": True,
-    "RuntimeError: expected scalar type Float but found Half": True,
-    "fft.py:8: RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::Half": True,
-    """NotImplementedError: "svd_cpu" not implemented for 'Half'""": True,
-    "RuntimeError: Input type (float) and bias type (c10::Half) should be the same": True,
-    "fft.py:8: NoKernelError: cuFFT only supports dimensions whose sizes are powers of two": True,
-    "UnsupportedFormatError: this device cannot compute in fp8": False,
-    "RuntimeError: value cannot be converted to type c10::Half without overflow": False,  # a value's fault
-    "RuntimeError: shape '[2, 3]' is invalid for input of size 4": False,
-    "KeyError: 'dtype'": False,
-    "exit code 1": False,
-    "": False,
-}
-
-
-@pytest.mark.parametrize(("error", "refused"), REFUSALS.items())
-def test_an_operation_that_refuses_a_format_is_told_from_other_errors(error: str, refused: bool) -> None:
-    assert refuses_format(error) is refused
-    assert leaves_range(error) is error.endswith("without overflow")
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             "range_overflow",
             located=True,
             fix="keep b in FP32",
-            fix_line='policy = "fp16:fp32_modules=b.*"',
+            fix_policy="fp16:fp32_modules=b.*",
             fix_tried=True,
         ),
         [
@@ -337,6 +337,16 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "diagnosis with a change": (
         diagnose("invalid_operation", located=True, fix="keep it above 0", fix_line="y = torch.sqrt(x + 1e-12)"),
+        [("after changing the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
+    ),
+    "diagnosis of a cast that no set of modules reaches": (
+        diagnose(
+            "range_overflow",
+            located=True,
+            fix="none of these",
+            own_cast="fp16",
+            passes=[Pass(policy="bf16", reason="to try: bf16", tries_fix=True)],
+        ),
         [("after changing the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
     ),
     "diagnosis that needs a set": (
@@ -614,7 +624,7 @@ def test_hostile_words_stay_the_scripts_own(words: tuple[str, ...]) -> None:
             words=words,
             located=True,
             fix="f",
-            fix_line='policy = "fp16:fp32_modules=a.*+b?"',
+            fix_policy="fp16:fp32_modules=a.*+b?",
             fix_tried=True,
         ),
         diagnose("invalid_operation", words=words, fix="f", fix_line="x"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo import error_texts
 from mezzo.engine.gradients import parameters_of, worst_gradients
 from mezzo.engine.optimizers.master_weights import NoMasters
 from mezzo.engine.optimizers.step_hooks import have_hooks
@@ -157,7 +158,7 @@ def no_loss(loss: Any) -> SessionError:
 
 def is_of_freed_graph(error: BaseException) -> bool:
     """Return whether torch refused to go backward through a graph that a backward pass has freed."""
-    return isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error)
+    return isinstance(error, RuntimeError) and error_texts.is_of_freed_graph(str(error))
 
 
 def used_twice() -> SessionError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -241,7 +241,7 @@ class _Side(NamedTuple):
     """One dimension of a multiplied weight, and how many weights one more of it would add."""
 
     layer: str
-    what: str
+    dimension: Literal["inputs", "outputs", "vocabulary"]
     size: int
     weights_each: int
 
@@ -255,11 +255,11 @@ def _alignment(case: _Case) -> list[Choice]:
         return []
     row, tile = _ROW_BYTES // formats[0].bytes, _TILE_BYTES // formats[0].bytes
     sides = list(_sides(case.model))
-    total = sum(s.size * s.weights_each for s in sides if s.what != "inputs")
+    total = sum(s.size * s.weights_each for s in sides if s.dimension != "inputs")
     uneven: dict[tuple[str, int], list[_Side]] = {}
     for side in sides:
         if side.size % row:
-            uneven.setdefault((side.what, side.size), []).append(side)
+            uneven.setdefault((side.dimension, side.size), []).append(side)
     large = {key: group for key, group in uneven.items() if _weights(group) >= _SMALL_SHARE * total}
     choices = [_padding_choice(group, row, tile, case) for group in sorted(large.values(), key=_weights, reverse=True)]
     small = [side for key, group in uneven.items() if key not in large for side in group]
@@ -276,7 +276,7 @@ def _alignment(case: _Case) -> list[Choice]:
 
 def _padding_choice(group: list[_Side], row: int, tile: int, case: _Case) -> Choice:
     first, compute = group[0], case.policy.compute
-    vocabulary = first.what == "vocabulary"
+    vocabulary = first.dimension == "vocabulary"
     to = tile if vocabulary else row
     padded = -(-first.size // to) * to
     extra = sum((padded - first.size) * side.weights_each for side in group)
@@ -291,7 +291,7 @@ def _padding_choice(group: list[_Side], row: int, tile: int, case: _Case) -> Cho
             f"{why}; published: 50257 -> 50304 made a nanoGPT step about 25% faster (its author, 2023). A look-up alone "
             "gains nothing: pad it where an output layer multiplies by it"
         )
-    return _alignment_choice(f"{name}: {first.size} -> {padded} {first.what}", f"{why}; {cost}")
+    return _alignment_choice(f"{name}: {first.size} -> {padded} {first.dimension}", f"{why}; {cost}")
 
 
 def _alignment_choice(value: str, reason: str) -> Choice:

@@ -8,14 +8,14 @@ scale without bounds. There are no op lists: each layer's code decides what it c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
-from mezzo.formats import FP32
+from mezzo.formats import BF16, FP32
 from mezzo.policy import PRESETS, Policy
 
 INITIAL_SCALE = 2.0**15
@@ -210,3 +210,47 @@ def _is_pure(policy: Policy) -> bool:
 
 def _shown(value: Any) -> str:
     return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+# --- the lines of a script ---------------------------------------------------------------------------------------------------------
+
+AT_OPTIMIZER = "where the optimizer is created, before model.compile()"
+
+
+class ScriptPart(NamedTuple):
+    """A line of a Keras script, and where it belongs."""
+
+    line: str
+    where: str
+
+
+def script_lines(
+    own: Policy | None, policy: Policy | None, *, scale: float | None, kept: Sequence[str]
+) -> list[ScriptPart]:
+    """Return the lines of a Keras script that change its precision as a fix does; empty if the fix leaves its precision alone.
+
+    Args:
+        own: the run's policy; None for the script's own precision.
+        policy: the policy with the fix; None for the run's own.
+        scale: the loss scale to begin with, under the script's own precision.
+        kept: the layers that the fix keeps in FP32, and the run does not.
+    """
+    lines = []
+    if policy is not None and policy.compute == BF16.name and (own is None or own.compute != BF16.name):
+        line = f'keras.config.set_dtype_policy("{_MIXED[BF16.name]}")'
+        lines.append(ScriptPart(line, "before the first layer is created"))
+    elif (initial := _new_scale(scale, policy, own)) is not None:
+        line = f"optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale={initial})"
+        lines.append(ScriptPart(line, AT_OPTIMIZER))
+    if kept:
+        line = f'dtype="float32"  # argument of the layer{"s" * (len(kept) > 1)} {" and ".join(kept)}'
+        lines.append(ScriptPart(line, "where the layer is created"))
+    return lines
+
+
+def _new_scale(scale: float | None, policy: Policy | None, own: Policy | None) -> float | None:
+    """Return the loss scale that a fix begins with; None if it leaves the scale alone."""
+    if scale is not None or policy is None or policy.loss_scale != "dynamic":
+        return scale
+    scaled = own is not None and (own.loss_scale, own.init_scale) == ("dynamic", policy.init_scale)
+    return None if scaled else policy.init_scale

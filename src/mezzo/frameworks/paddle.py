@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from mezzo import explain as sentences
 from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
-from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
+from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out, loss_scale, modules, weights
 from mezzo.formats import BF16, FP16
 from mezzo.frameworks import paddle_ops
 from mezzo.policy import PRESETS, Policy
@@ -211,10 +210,10 @@ def explain(policy: Policy) -> Choices:
         PolicyError: Paddle has no such format.
     """
     native = to_paddle(policy)
-    choices = [_compute(policy, native), *_common(policy)]
+    choices = [_compute(policy, native), weights(policy), loss_scale(policy)]
     if policy.lowers:
         choices.append(_lists(native))
-    return Choices([*choices, *_left_out(policy)])
+    return Choices([*choices, *(left.choice for left in left_out(policy))])
 
 
 def explain_run(policy: Policy, device: Device) -> list[Choice]:
@@ -227,7 +226,7 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         compute = Choice(what="compute", value="fp32", reason=why)
     else:
         compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
-    choices = [compute, *_common(policy)]
+    choices = [compute, weights(policy), loss_scale(policy), *communication_left_out(policy)]
     if policy.lowers and arithmetic == "emulated":
         exceptions = "but losses and norms" if policy.norms == "fp32" else "but losses"
         value = f"all {'of the lower list' if policy.casting == 'ops' else exceptions} rounded, the rest in fp32"
@@ -235,7 +234,7 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         choices.append(Choice(what="operations", value=value, reason=why))
         why = "rounded values are kept in FP32 tensors, next to the originals: a GPU needs half as much"
         choices.append(Choice(what="memory", value="of the emulation", reason=why))
-    return [*choices, *_same_everywhere(policy, "modules"), *_unlisted(policy)]
+    return [*choices, *modules(policy), *_unlisted(policy)]
 
 
 def arithmetic_on(policy: Policy, device: Device) -> tuple[str, str]:
@@ -261,30 +260,28 @@ def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
     return Choice(what="compute", value=value, reason=f"on a GPU; {NO_EFFECT}")
 
 
-def _common(policy: Policy) -> list[Choice]:
-    """Return the choices on weights and loss scale, and on communication, which only PyTorch honours."""
-    return [*_same_everywhere(policy, "weights", "loss scale"), *communication_left_out(policy)]
-
-
-def _same_everywhere(policy: Policy, *subjects: str) -> list[Choice]:
-    """Return choices that are the same in every framework."""
-    everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
-    return [choice for choice in everywhere if choice.what in subjects]
-
-
 def _lists(native: PaddlePrecision) -> Choice:
     white, black = (native.auto_cast[f"custom_{colour}_list"] for colour in ("white", "black"))
     value = f"Paddle's, with {', '.join(white) or 'nothing'} in 16 bits and {', '.join(black) or 'nothing'} in fp32"
     return Choice(what="op lists", value=value, reason="with these changes they are the lists of the policy")
 
 
-def _left_out(policy: Policy) -> list[Choice]:
+class LeftOut(NamedTuple):
+    """A choice of a policy that Paddle's own settings cannot honour."""
+
+    choice: Choice
+    same_steps: bool
+    """Whether the format and the scale of every step are the policy's without it."""
+
+
+def left_out(policy: Policy) -> list[LeftOut]:
     """Return what Paddle's own settings cannot honour."""
+    choices = [LeftOut(choice, same_steps=True) for choice in communication_left_out(policy)]
+    choices += [LeftOut(choice, same_steps=False) for choice in _unlisted(policy)]
 
-    def cannot(what: str, value: str, reason: str) -> Choice:
-        return Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason)
+    def cannot(what: str, value: str, reason: str, *, same_steps: bool = False) -> LeftOut:
+        return LeftOut(Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason), same_steps)
 
-    choices = _unlisted(policy)
     if policy.compute == "tf32":
         why = "NVIDIA_TF32_OVERRIDE in the environment decides"
         choices.append(cannot("tf32", "set by neither auto_cast nor decorate", why))
@@ -294,12 +291,14 @@ def _left_out(policy: Policy) -> list[Choice]:
         )
         choices.append(cannot("fp32_modules", "+".join(policy.fp32_modules), why))
     if policy.casting == "model" and policy.norms == "compute":
-        choices.append(cannot("norms", "compute", "Paddle keeps batch normalisation in FP32 at every level"))
+        why = "Paddle keeps batch normalisation in FP32 at every level"
+        choices.append(cannot("norms", "compute", why, same_steps=True))
     if policy.arithmetic == "emulated":
         choices.append(cannot("arithmetic", "emulated", "Paddle has native kernels or none; mezzo run emulates"))
     if policy.loss_scale == "dynamic":
         bounds = f"{policy.min_scale:g} to {policy.max_scale:g}"
-        choices.append(cannot("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
+        why = "GradScaler has neither a floor nor a ceiling"
+        choices.append(cannot("scale bounds", bounds, why, same_steps=True))
         if policy.hysteresis > 1:
             why = "decr_every_n_nan_or_inf restarts its count after each backoff, a policy's hysteresis only after a good update"
             choices.append(cannot("hysteresis", f"exactly {policy.hysteresis}", why))
@@ -315,3 +314,27 @@ def _unlisted(policy: Policy) -> list[Choice]:
     promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
     unlisted += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
     return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unlisted]
+
+
+def script_lines(before: str, new: Policy) -> str:
+    """Return what a Paddle script writes to train under ``new`` instead of the policy ``before``; empty if that is the same to Paddle.
+
+    Args:
+        before: the policy of a run, or ``as-is``.
+        new: the policy with a fix.
+    """
+    old = Policy.parse(before) if before.partition(":")[0] in PRESETS else PRESETS["fp16"]
+    lines = []
+    if set(new.fp32_modules) - set(old.fp32_modules):
+        lines.append("with paddle.amp.auto_cast(enable=False):")
+    ops = sorted(
+        {paddle_ops.amp_name(op) for name in set(new.fp32) - set(old.fp32) for op in paddle_ops.listed_by(name)}
+    )
+    if ops:
+        names = ", ".join(f'"{op}"' for op in ops)
+        lines.append(f"paddle.amp.auto_cast(custom_black_list=[{names}])")
+    if new.compute != old.compute and new.lowers:
+        lines.append(f'paddle.amp.auto_cast(dtype="{new.storage.dtype_name}")')
+    elif new.loss_scale != "none" and (new.loss_scale, new.init_scale) != (old.loss_scale, old.init_scale):
+        lines.append(f"scaler = paddle.amp.GradScaler(init_loss_scaling={new.init_scale})")
+    return "; ".join(lines)

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mezzo.error_texts import advice_for
 from mezzo.errors import MezzoError, NoKernelError
 from mezzo.launch.frameworks import Training
 from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request, policy_text
-from mezzo.measure.advice import advice_for
 from mezzo.records import AnyRecord, RankRun, Reason, RunRecord
 
 INTERRUPTED = 130

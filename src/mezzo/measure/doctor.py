@@ -139,8 +139,9 @@ def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
 
 def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Reason]:
     yield _half_precision_advice(gpu)
-    off = [r.what for r in tf32_state(facts) if r.value == "off"]
-    if off:
+    settings = {"matrix products": facts.matmul_precision, "convolutions": facts.conv_precision}
+    off = [what for what, value in settings.items() if value not in (None, TF32.name)]
+    if off and gpu.support(TF32).level == "native":
         yield Reason(
             what=f"{TF32.name.upper()} is off for {' and '.join(off)}",
             value=f"mezzo run --policy {TF32.name}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mezzo.measure.flops import lowered
 from mezzo.policy import Policy
-from mezzo.records import NOT_COUNTED, Effective, Reason
+from mezzo.records import Effective, Reason
 
 
 @dataclass(kw_only=True)
@@ -30,26 +30,29 @@ class Counted:
     """FLOPs of optimizers' own products, which ``by_format`` includes."""
 
 
-def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_alone: list[Reason]) -> Effective:
+def effective(counted: Counted, policy: Policy | None, *, emulates: bool, uncounted: Effective) -> Effective:
     """Return what ran in which format, and what was left alone.
 
     Args:
         counted: the counts.
         policy: the run's policy as applied; None for the script's own precision.
         emulates: whether the policy's formats are emulated.
-        left_alone: what could not be switched, as known without the counts.
+        uncounted: what is known without the counts.
     """
-    left = [*left_alone, *(_not_lowered(counted, policy) if policy is not None and policy.lowers else [])]
-    left += [Reason(what=NOT_COUNTED, value=name, reason=why) for name, why in sorted(counted.uncounted.items())]
+    left = [*uncounted.left_alone, *(_not_lowered(counted, policy) if policy is not None and policy.lowers else [])]
+    missing = sorted(counted.uncounted.items())
+    left += [Reason(what="FLOPs not counted", value=name, reason=why) for name, why in missing]
     rounds = emulates and (lowered(counted.by_format) or (not counted.by_format and counted.num_lowered != 0))
-    return Effective(
-        flops_by_format=dict(counted.by_format),
-        update_flops_by_format=dict(counted.in_updates),
-        emulated=rounds or (policy is not None and policy.world > 1),
-        num_lowered=counted.num_lowered,
-        counted_on_step=counted.step,
-        left_alone=left,
-    )
+    counts: dict[str, object] = {
+        "flops_by_format": dict(counted.by_format),
+        "update_flops_by_format": dict(counted.in_updates),
+        "emulated": rounds or (policy is not None and policy.world > 1),
+        "num_lowered": counted.num_lowered,
+        "counted_on_step": counted.step,
+        "left_alone": left,
+        "uncounted": [name for name, _ in missing],
+    }
+    return uncounted.model_copy(update=counts)
 
 
 def _not_lowered(counted: Counted, policy: Policy) -> list[Reason]:

@@ -272,8 +272,7 @@ class Observer(ABC):
         """Return ``run`` with the formats that were counted in inspected steps, if any step was inspected."""
         if counted.step is None:
             return run
-        left_alone = run.effective.left_alone
-        formats = effective(counted, self.run.applied, emulates=self.run.emulates, left_alone=left_alone)
+        formats = effective(counted, self.run.applied, emulates=self.run.emulates, uncounted=run.effective)
         return run.model_copy(update={"effective": formats})
 
     # --- when observation begins and ends ------------------------------------------------------------------------------------------

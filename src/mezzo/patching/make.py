@@ -115,7 +115,7 @@ def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patc
         try:
             return _finish(path, PatchJob(script, policy), torch_amp.patch_loop, _kind(script), "torch.amp")
         except Unclear as refusal:
-            if style == "torch.amp" or "binary cross entropy" not in refusal.refused.reason:
+            if style == "torch.amp" or not refusal.refused.only_in_style:
                 raise
             why_not = refusal.refused.reason
     job = PatchJob(script, policy)

@@ -62,6 +62,8 @@ class Refused:
     by_hand: str
     already: bool = False
     """Whether the script already does what the patch would add."""
+    only_in_style: bool = False
+    """Whether another style of patch may do what this one cannot."""
 
 
 class Unclear(Exception):
@@ -72,10 +74,10 @@ class Unclear(Exception):
         self.refused = refused
 
 
-def unclear(reason: str, by_hand: str, *, already: bool = False) -> NoReturn:
+def unclear(reason: str, by_hand: str, *, already: bool = False, only_in_style: bool = False) -> NoReturn:
     """Give up the patch, with the reason and the instructions.
 
     Raises:
         Unclear: always.
     """
-    raise Unclear(Refused(reason=reason, by_hand=by_hand, already=already))
+    raise Unclear(Refused(reason=reason, by_hand=by_hand, already=already, only_in_style=only_in_style))

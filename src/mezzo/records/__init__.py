@@ -96,19 +96,13 @@ if TYPE_CHECKING:
     from mezzo.records.guardrails import OutOfMemory as OutOfMemory
     from mezzo.records.guardrails import Rewind as Rewind
     from mezzo.records.run import AS_IS as AS_IS
-    from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
-    from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
-    from mezzo.records.run import COMPILED as COMPILED
-    from mezzo.records.run import CUDA_GRAPH as CUDA_GRAPH
     from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
-    from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
-    from mezzo.records.run import NOT_COUNTED as NOT_COUNTED
-    from mezzo.records.run import OWN_16_BITS as OWN_16_BITS
     from mezzo.records.run import Effective as Effective
     from mezzo.records.run import FileRead as FileRead
     from mezzo.records.run import Loss as Loss
     from mezzo.records.run import Memory as Memory
     from mezzo.records.run import Metric as Metric
+    from mezzo.records.run import ModelChange as ModelChange
     from mezzo.records.run import Placement as Placement
     from mezzo.records.run import RankRun as RankRun
     from mezzo.records.run import RunRecord as RunRecord

@@ -38,6 +38,8 @@ class Rewind(Value):
     """Updates made before that snapshot."""
     changes: list[Reason]
     """What changed for the rest of the run, and why."""
+    changed_policy: bool = False
+    """Whether the policy is among the changes."""
 
 
 class Guardrails(Value):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
@@ -14,16 +13,8 @@ from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, Whol
 
 AS_IS = "as-is"
 """Takes the place of a policy if the script keeps its own precision."""
-CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
-"""Changes to a script's models, by their names in the explanation of a run."""
-OWN_16_BITS = "16-bit weights"
-"""What a run leaves alone if the script itself keeps its weights in 16 bits."""
-NOT_COUNTED = "FLOPs not counted"
-"""What a run says about a compiled operation whose FLOPs are missing."""
-CUDA_GRAPH = "CUDA graph"
-"""What a run leaves alone if the script replays training steps."""
-NOT_APPLIED = "not applied"
-"""The value of a change that found no model to change."""
+ModelChange: TypeAlias = Literal["channels_last", "compile", "checkpoint"]
+"""A change to a script's models that a run may be asked for."""
 
 
 class Loss(Value):
@@ -109,13 +100,6 @@ class Memory(Value):
 _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
 """A smaller share of the FLOPs does not count as the script's own precision."""
-_REFUSED = re.compile(
-    r"\bNoKernelError: |"  # Mezzo's own, in torch's words
-    r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
-    r"(?:\bdtype|scalar type|not implemented for|bias type)",
-    re.DOTALL,
-)
-_BEYOND = re.compile(r"\bcannot be converted to type .* without overflow")
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
@@ -134,6 +118,14 @@ class Effective(Value):
     counted_on_step: int | None = None
     left_alone: list[Reason] = []
     """What could not be switched, and why."""
+    uncounted: list[str] = []
+    """Compiled operations whose FLOPs are missing."""
+    num_replays: int = 0
+    """How often the script replayed a graph of its training steps, which are not in the record."""
+    own_16_bits: str = ""
+    """A module whose weights the script itself keeps in 16 bits; empty if there is none."""
+    unmade_changes: dict[ModelChange, str] = {}
+    """Requested changes that were not made to any model, and why."""
 
     @property
     def lowered(self) -> bool:
@@ -234,9 +226,16 @@ def inspecting(framework: str) -> tuple[str, ...]:
     Args:
         framework: the framework's name in the record of a run.
     """
-    if framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework:
+    library, backend = library_and_backend(framework)
+    if "torch" in (library, backend) or library == "paddle":
         return INSPECTING
-    return ("audit", "diagnose") if " on tensorflow " in framework else ()
+    return ("audit", "diagnose") if backend == "tensorflow" else ()
+
+
+def library_and_backend(framework: str) -> tuple[str, str]:
+    """Return the parts of a framework's name in the record of a run: ``("keras", "tensorflow")``; no backend is empty."""
+    name, backend, *_ = [*framework.split()[::3], "", ""]
+    return name or "torch", backend
 
 
 class Placement(Value):
@@ -319,6 +318,16 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """What to do about the error; empty where that is not known."""
 
     @property
+    def library(self) -> str:
+        """What the script trains in, without versions: ``torch``, ``keras`` or ``paddle``."""
+        return library_and_backend(self.framework)[0]
+
+    @property
+    def backend(self) -> str:
+        """The backend of Keras: ``tensorflow``, ``torch`` or ``jax``; empty for other libraries."""
+        return library_and_backend(self.framework)[1]
+
+    @property
     def where(self) -> str:
         """The script's file and the policy."""
         return f"{PurePath(self.script).name} under {self.compared_as}"
@@ -337,14 +346,15 @@ class RunRecord(WholeRecord, NamedByPolicy):
     @property
     def replays(self) -> str:
         """How often the script replayed a graph of its training steps, which are not in the record; empty if it did not."""
-        return next((one.value for one in self.effective.left_alone if one.what == CUDA_GRAPH), "")
+        count = self.effective.num_replays
+        return f"{count} replay{'s' * (count > 1)}" if count else ""
 
     @property
     def own_16_bits(self) -> str:
         """The model whose weights the script itself keeps in 16 bits though the policy asks for FP32; empty if there is none."""
         if self.policy.split(":")[0] not in _LOWER_NOTHING or not self.effective.lowered:
             return ""
-        return next((one.value for one in self.effective.left_alone if one.what == OWN_16_BITS), "")
+        return self.effective.own_16_bits
 
     @property
     def own_formats(self) -> dict[str, float]:
@@ -373,23 +383,13 @@ class RunRecord(WholeRecord, NamedByPolicy):
         name, effective = self.policy.split(":")[0], self.effective
         if name in (AS_IS, *_LOWER_NOTHING):
             return ""
-        if any(one.what == NOT_COUNTED for one in effective.left_alone):
+        if effective.uncounted:
             return ""  # what was not counted may have been lowered
         if not effective.lowered and (effective.flops_by_format or effective.num_lowered == 0):
             return "changed nothing"
         if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
             return "computed nothing in FP8"
         return ""
-
-
-def refuses_format(error: str) -> bool:
-    """Return whether an operation refused its operands' format: it has no kernel for it, or the operands' formats differ."""
-    return _REFUSED.search(error) is not None
-
-
-def leaves_range(error: str) -> bool:
-    """Return whether a number in the script, such as a mask's -1e9, is beyond the range of the format it was converted to."""
-    return _BEYOND.search(error) is not None
 
 
 # --- The processes of a run, and what each of them measured ---------------------------------------------------------------------

@@ -91,7 +91,7 @@ def _environment() -> jinja2.Environment:
 
 def _breakable(policy: str) -> Markup:
     # A long policy text wraps between fields, not inside a word.
-    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])(?! |$)", policy))
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])(?![ \d]|$)", policy))
 
 
 def kept_whole(text: str) -> Markup:

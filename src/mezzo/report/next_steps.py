@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.records import RunRecord
-from mezzo.records.run import WIDE, leaves_range, refuses_format
+from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.commands import TypedScript, function_call, preset_of, resumption
 from mezzo.report.sections import NextStep

@@ -12,7 +12,7 @@ from helpers_compare import falling, judge, run
 from mezzo.commands.check.answer import MOST_SEEDS, Case, Repair, answered, skipped_share
 from mezzo.commands.check.worth import predicted_gain
 from mezzo.gpus import GPUS
-from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, Reason, RunRecord
+from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, RunRecord
 
 ENDS = (1.0, 1.1, 0.9)
 NAN = float("nan")
@@ -424,8 +424,7 @@ def test_runs_that_read_each_other_decide_nothing() -> None:
 
 
 def test_steps_that_a_graph_replays_leave_the_answer_open() -> None:
-    why = Reason(what="CUDA graph", value="100 replays", reason="")
-    runs = trained("bf16", ms=5.0, effective=Effective(flops_by_format={"bf16": 900}, left_alone=[why]))
+    runs = trained("bf16", ms=5.0, effective=Effective(flops_by_format={"bf16": 900}, num_replays=100))
     found = answered(case(trained("fp32"), runs, gpu=None))
     assert (found.decision, found.policy) == ("undecided", "fp32")
     assert found.why == "only 20 steps were recorded; 100 replays of a CUDA graph train as well and are not recorded"

@@ -31,12 +31,12 @@ CPU_BF16 = Device(kind="cpu", name="a CPU", flags=frozenset({"avx512_bf16"}))
 def test_a_device_is_offered_what_it_computes_in(here: Device, gpu: str | None, policies: list[str]) -> None:
     offers = offered(here, target=None if gpu is None else GPUS[gpu].device)
     assert tried(offers) == policies
-    assert {offer.what for offer in offers} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert {offer.policy for offer in offers} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
     assert all(offer.reason for offer in offers)
 
 
 def test_the_reason_names_the_device_that_lacks_a_format() -> None:
-    reasons = {offer.what: offer.reason for offer in offered(CPU, target=GPUS["v100-16gb"].device)}
+    reasons = {offer.policy: offer.reason for offer in offered(CPU, target=GPUS["v100-16gb"].device)}
     assert reasons["bf16"].startswith(
         "V100-SXM2-16GB: compute capability 7.0, and matrix units take bf16 only from 8.0"
     )

@@ -93,7 +93,7 @@ def test_the_accuracy_of_an_undecided_policy_is_not_called_kept(memory_saved: fl
     ]
     comparison = record.comparison.model_copy(update={"rows": open_rows})
     evidence = next(row.reason for row in open_rows if row.policy == "bf16")
-    record = answered(decision="stay", policy="fp32", evidence=evidence, memory_saved=memory_saved)
+    record = answered(decision="stay", policy="fp32", evidence=evidence, evidence_of="bf16", memory_saved=memory_saved)
     lines = {
         line.what: line.value for line in page_of(record.model_copy(update={"comparison": comparison})).answer.boxed
     }

@@ -243,7 +243,7 @@ def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() ->
 
 # --- steps that a CUDA graph replays ----------------------------------------------------------------------------------------
 
-REPLAYED = Effective(left_alone=[Reason(what="CUDA graph", value="100 replays", reason="")])
+REPLAYED = Effective(num_replays=100)
 
 
 @pytest.mark.parametrize("which", ["fp32", "bf16"])
@@ -478,10 +478,7 @@ def test_a_policy_that_lowered_nothing_in_a_script_without_products_shows_nothin
     assert (row.verdict, row.reason[: len(told)]) == ("undecided", told)
 
 
-OWN_16_BITS = Effective(
-    flops_by_format={"fp16": 9, "fp32": 1},
-    left_alone=[Reason(what="16-bit weights", value="Net", reason="the script itself keeps its weights in 16 bits")],
-)
+OWN_16_BITS = Effective(flops_by_format={"fp16": 9, "fp32": 1}, own_16_bits="Net")
 MULTIPLIES_BY_ITSELF = Effective(flops_by_format={"bf16": 1, "fp32": 1})
 
 

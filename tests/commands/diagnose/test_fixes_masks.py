@@ -24,7 +24,8 @@ def printed(op: str, *, phase: StepPhase = "backward", smallest: float = 0.1) ->
         operands=[MASKED, Operand(format="fp32", shape=[2, 3], largest=1.0, smallest=smallest)],
     )
     (offer,) = offers_for(record)
-    return offer.line
+    assert offer.line is not None
+    return offer.line.torch
 
 
 def loss_and_gradients(line: str, name: str) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.commands.diagnose.fixes import Offer, Tried, next_offer, settled
+from mezzo.commands.diagnose.fixes import Tried, next_offer, settled
 from mezzo.commands.diagnose.record import Origin
 from mezzo.commands.diagnose.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.formats import FORMATS
@@ -24,6 +24,7 @@ from mezzo.observe.nonfinite.evidence import (
     read_evidence,
     write_evidence,
 )
+from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps
@@ -371,7 +372,9 @@ def test_a_low_scale_of_a_short_run_is_undecided_until_there_are_enough_steps(sh
 def test_a_fix_that_helped_says_what_else_may_help_in_the_script(located: Located, untried: str) -> None:
     record = known([ran("first", Evidence(located=located))])
     healthy = DiagnoseRecord(run=record_of(), verdict="healthy")
-    fixed = settled(record, [Tried(Offer("train in BF16", 'policy = "bf16"', Policy.parse("bf16")), healthy)], last=4)
+    fixed = settled(
+        record, [Tried(Offer("train in BF16", policy=Policy.parse("bf16")), healthy)], last=4, caller="loop"
+    )
     assert (fixed.fix, fixed.fix_tried) == ("train in BF16", True)
     assert fixed.fix_note == f"tried: the script ran 4 steps under bf16, and nothing is wrong{untried}"
 
@@ -603,6 +606,7 @@ def test_an_overflow_with_a_fault_in_fp32_has_a_cause(again: Evidence, verdict: 
     record = known([ran("first", OVERFLOWS), ran("fp32", again, 3)])
     assert record.verdict == verdict
     assert [(n.what, n.value) for n in record.notes] == [("cause", cause)]
+    assert (record.own_cast, record.fails_in_fp32) == (("fp16", False) if cause == "fp16" else ("", True))
 
 
 # --- fixes -----------------------------------------------------------------------------------------------------------------------

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from mezzo.commands.diagnose.where import Caller, where_to_write
+from mezzo.commands.diagnose.where import Caller, applies, written
+from mezzo.frameworks import keras
+from mezzo.observe.nonfinite import offers
+from mezzo.observe.nonfinite.offers import Offer
+from mezzo.observe.settings import TrialChanges
+from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord
 from record_builders import run_record
 
+FP16 = Policy.parse("fp16")
 accelerate, lightning, transformers = (
     pytest.importorskip(f"mezzo.compat.{name}") for name in ("accelerate", "lightning", "transformers")
 )
 
-POLICY = 'policy = "fp16:fp32_modules=head"'
-TYPED = "on the command line: --policy fp16:fp32_modules=head"
+POLICY = "fp16:fp32_modules=head"
+TYPED = f"on the command line: --policy {POLICY}"
+KEEP = Offer("keep head in FP32", policy=Policy.parse(POLICY))
 
 
-def found(fix_line: str, *, framework: str = "torch 2.13.0", **fields: object) -> DiagnoseRecord:
-    facts = {"verdict": "range_overflow", "module": "head", "line": "train.py:12", "fix_line": fix_line}
-    return DiagnoseRecord.model_validate({"run": run_record("fp16", framework=framework), **facts, **fields})
+def found(*, framework: str = "torch 2.13.0", policy: str = "fp16", **fields: object) -> DiagnoseRecord:
+    facts = {"verdict": "range_overflow", "module": "head", "line": "train.py:12"}
+    return DiagnoseRecord.model_validate({"run": run_record(policy, framework=framework), **facts, **fields})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,12 @@ def found(fix_line: str, *, framework: str = "torch 2.13.0", **fields: object) -
     ],
 )
 def test_a_policy_is_typed_or_passed(caller: Caller, where: str) -> None:
-    assert where_to_write(found(POLICY), caller) == where
+    assert written(KEEP, found(), FP16, caller) == (f'policy = "{POLICY}"', where, POLICY)
+
+
+def test_a_session_writes_its_policy_in_code() -> None:
+    where = f'in code: mezzo.Session(model, optimizer, policy="{POLICY}"); or on the command line, in its place: --policy {POLICY}'
+    assert written(KEEP, found(policy="as-is", session_policy="fp16"), FP16, "lightning").where == where
 
 
 def test_the_named_interfaces_exist() -> None:
@@ -64,88 +78,119 @@ def test_the_named_interfaces_exist() -> None:
         assert hasattr(module, name), (module.__name__, name)
 
 
-SCALER = "scaler = torch.amp.GradScaler(init_scale=1024.0)"
+SCALER = Offer("begin lower", offers.new_scaler(1024.0), changes=TrialChanges(loss_scale=1024.0))
+OWN = {"own_scaler": True}
 
 
 @pytest.mark.parametrize(
-    ("line", "caller", "fields", "where"),
+    ("offer", "caller", "fields", "where"),
     [
-        (SCALER, "own_amp", {"own_scaler": True}, "where the script creates its GradScaler"),
+        (SCALER, "own_amp", OWN, "where the script creates its GradScaler"),
         (SCALER, "loop", {}, "before the training loop"),
         (
             SCALER,
             "lightning",
-            {"own_scaler": True},
+            OWN,
             "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
         ),
         (
             SCALER,
             "accelerate",
-            {"own_scaler": True},
+            OWN,
             "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]), which creates the scaler",
         ),
         (
             SCALER,
             "transformers",
-            {"own_scaler": True},
+            OWN,
             "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale=1024.0",
         ),
+        (Offer("scale", offers.new_scaler()), "lightning", {}, "before the training loop"),
+        (Offer("off", offers.AUTOCAST_OFF), "own_amp", {}, "in the forward of head, around its operations"),
         (
-            "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()",
-            "own_amp",
-            {},
-            "in the forward of head, around its operations",
-        ),
-        (
-            "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
+            Offer("BF16", offers.OWN_BF16),
             "own_amp",
             {},
             "in place of the script's own autocast, and without its GradScaler",
         ),
-        (
-            "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
-            "transformers",
-            {},
-            "TrainingArguments(bf16=True)",
-        ),
-        ("clip_grad_norm_(parameters, 1.0)", "loop", {}, "between loss.backward() and optimizer.step()"),
-        ("assert torch.isfinite(batch).all()", "loop", {}, "where the script reads a batch"),
-        ("y = torch.sqrt(x + 1e-12)", "loop", {}, "at train.py:12"),
-        ("y = torch.sqrt(x + 1e-12)", "loop", {"line": ""}, "in the script"),
-        ("", "loop", {}, ""),
+        (Offer("BF16", offers.OWN_BF16), "transformers", {}, "TrainingArguments(bf16=True)"),
+        (Offer("clip", offers.CLIP), "loop", {}, "between loss.backward() and optimizer.step()"),
+        (Offer("clean", offers.CHECK_DATA), "loop", {}, "where the script reads a batch"),
+        (Offer("root", offers.NO_ROOT.line({"fp32"})), "loop", {}, "at train.py:12"),
+        (Offer("root", offers.NO_ROOT.line({"fp32"})), "loop", {"line": ""}, "in the script"),
+        (Offer("cast", offers.CAST, where="there"), "loop", {}, "there"),
+        (Offer("lower the learning rate"), "loop", {}, ""),
     ],
 )
-def test_a_line_of_the_script_has_a_place(line: str, caller: Caller, fields: dict[str, object], where: str) -> None:
-    assert where_to_write(found(line, **fields), caller) == where
+def test_a_line_of_the_script_has_a_place(offer: Offer, caller: Caller, fields: dict[str, object], where: str) -> None:
+    line = "" if offer.line is None else offer.line.torch
+    assert written(offer, found(**fields), None, caller) == (line, where, "")
 
 
-KERAS = "keras 3.15.1 on torch 2.13.0"
+KERAS, PADDLE = "keras 3.15.1 on torch 2.13.0", "paddle 3.3.0"
+HEAD_OFF = Offer("off", offers.AUTOCAST_OFF, changes=TrialChanges(fp32_modules=("head",)))
 
 
 @pytest.mark.parametrize(
-    ("framework", "line", "where"),
+    ("framework", "offer", "expected"),
     [
-        (KERAS, 'keras.config.set_dtype_policy("mixed_bfloat16")', "before the first layer is created"),
-        (KERAS, 'dtype="float32"  # argument of the layer head', "where the layer is created"),
+        (KERAS, KEEP, ('dtype="float32"  # argument of the layer head', "where the layer is created", "")),
+        (KERAS, Offer("clip", offers.CLIP), ("clipnorm=1.0  # argument of the optimizer", keras.AT_OPTIMIZER, "")),
         (
             KERAS,
-            "optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)",
-            "where the optimizer is created, before model.compile()",
-        ),
-        (KERAS, "y = keras.ops.sqrt(x + 1e-12)", "at train.py:12"),
-        (
-            "paddle 3.3.0",
-            f"with paddle.amp.auto_cast(enable=False):  # {POLICY}",
-            f"{TYPED}; in code: the line before #, where the script turns on mixed precision",
+            Offer("cast", offers.CAST),
+            ('x = keras.ops.cast(x, "float32")  # before this line', "at train.py:12", ""),
         ),
         (
-            "paddle 3.3.0",
-            "with paddle.amp.auto_cast(enable=False):  # in their forward",
-            "in the forward of head, around its operations",
+            PADDLE,
+            KEEP,
+            (
+                f'with paddle.amp.auto_cast(enable=False):  # policy = "{POLICY}"',
+                f"{TYPED}; in code: the line before #, where the script turns on mixed precision",
+                POLICY,
+            ),
         ),
-        ("paddle 3.3.0", POLICY, TYPED),
-        ("paddle 3.3.0", "y = paddle.sqrt(x + 1e-12)", "at train.py:12"),
+        (
+            PADDLE,
+            HEAD_OFF,
+            (
+                'with paddle.amp.auto_cast(enable=False):  # in their forward, on x.astype("float32")',
+                "in the forward of head, around its operations",
+                "",
+            ),
+        ),
+        (PADDLE, SCALER, ("scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)", "before the training loop", "")),
+        (PADDLE, Offer("as before", policy=FP16), ('policy = "fp16"', "on the command line: --policy fp16", "fp16")),
+        (
+            PADDLE,
+            Offer("clip", offers.CLIP),
+            ("paddle.nn.utils.clip_grad_norm_(parameters, 1.0)", "between loss.backward() and optimizer.step()", ""),
+        ),
     ],
 )
-def test_keras_and_paddle_have_places_of_their_own(framework: str, line: str, where: str) -> None:
-    assert where_to_write(found(line, framework=framework), "loop") == where
+def test_keras_and_paddle_have_words_of_their_own(framework: str, offer: Offer, expected: tuple[str, str, str]) -> None:
+    own = None if offer is HEAD_OFF else FP16
+    assert written(offer, found(framework=framework), own, "loop") == expected
+
+
+def test_no_single_operation_stays_in_fp32_in_keras() -> None:
+    of_op = Offer("compute mul in FP32", policy=Policy.parse("fp16:fp32=mul"))
+    assert [applies(of_op, FP16, library) for library in ("torch", "paddle", "keras")] == [True, True, False]
+
+
+LINES = [value for value in vars(offers).values() if isinstance(value, offers.ScriptLine)]
+LINES += [domain.line({form}) for domain in (*offers.DOMAINS, offers.NO_ROOT) for form in ("fp32", "bf16", "fp16")]
+LINES += [offers.new_scaler(), offers.new_scaler(64.0)]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.torch)
+def test_every_line_is_python_and_names_its_own_framework_alone(line: offers.ScriptLine) -> None:
+    for text, others in (
+        (line.torch, ("paddle", "keras")),
+        (line.keras, ("torch", "paddle")),
+        (line.paddle, ("torch", "keras")),
+    ):
+        code = text.partition("  #")[0]
+        ast.parse(f"{code} pass" if code.endswith(":") else code)
+        assert not any(other in text for other in others)
+    assert "clamp" not in line.paddle

@@ -7,7 +7,6 @@ import io
 from rich.console import Console
 
 import record_builders as build
-from mezzo.records import Reason
 from mezzo.report.html import render_html
 from mezzo.report.pages import page_of
 from mezzo.report.terminal import render
@@ -29,8 +28,9 @@ def test_whether_it_fits_is_one_line_a_gpu() -> None:
     large = facts.model_copy(update={"policy": "fp32", "device_bytes": 100 * gib, "fits": False, "largest_batch": 0})
     small = facts.model_copy(update={"gpu": "t4", "gpu_bytes": 16 * gib, "device_bytes": 20 * gib, "fits": False})
     unsized = small.model_copy(update={"gpu": "l4", "gpu_bytes": 26 * gib, "fits": True, "largest_batch": None})
-    why = Reason(what="other batch sizes", value="do not follow", reason="nothing sets the size; write {batch}")
-    record = build.predict_record(predictions=[large, facts, small, unsized], assumptions=[why])
+    record = build.predict_record(
+        predictions=[large, facts, small, unsized], no_other_batch="nothing sets the size; write {batch}"
+    )
     assert [(one.what, one.value, one.reason) for one in page_of(record).facts("Does it fit?")] == [
         (
             "a100-80gb (80.0 GiB)",

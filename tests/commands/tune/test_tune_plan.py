@@ -16,15 +16,10 @@ from mezzo.commands.tune.configurations import Configuration, grid
 from mezzo.commands.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, finalists, next_trial, pruned
 from mezzo.commands.tune.speed import speed_of, speed_up
 from mezzo.records import (
-    CHANNELS_LAST,
-    CHECKPOINTED,
-    COMPILED,
-    NOT_APPLIED,
     Effective,
     Memory,
     OutOfMemory,
     Placement,
-    Reason,
     RunRecord,
     Steps,
 )
@@ -52,9 +47,6 @@ def ran(
         time_ms=[1e4] * 3 + [ms] * (NUM_STEPS - 3),
         cpu_ms=[ms] * NUM_STEPS,
     )
-    done = [Reason(what=CHANNELS_LAST, value="", reason="")] * configuration.channels_last
-    done += [Reason(what=COMPILED, value="", reason="")] * configuration.compiles
-    done += [Reason(what=CHECKPOINTED, value=configuration.checkpoint, reason="")] * bool(configuration.checkpoint)
     lowered = Effective(flops_by_format={"bf16" if "16" in configuration.policy else "fp32": 10})
     known: dict[str, Any] = {
         "command": [],
@@ -66,7 +58,6 @@ def ran(
         "steps": steps,
         "memory": Memory(),
         "effective": lowered,
-        "explanation": done,
         "input_elements": elements,
         "first_steps": NUM_STEPS,
     }
@@ -156,25 +147,15 @@ OUT = [
     ),
     ({"memory": Memory(cuda_reserved_bytes=13 * GIB)}, "barred", "it needs 13 GiB, above the limit of 12 GiB"),
     ({"effective": Effective(emulated=True)}, "barred", "its formats are emulated here: its speed says nothing"),
-    ({"explanation": []}, "barred", "torch.compile changed nothing"),
     (
-        {
-            "explanation": [],
-            "effective": Effective(
-                flops_by_format={"bf16": 10},
-                left_alone=[
-                    Reason(what="channels-last", value="head", reason="that of a memory layout"),
-                    Reason(what=COMPILED, value="model", reason="its own"),
-                ],
-            ),
-        },
+        {"effective": Effective(flops_by_format={"bf16": 10}, unmade_changes={"compile": "its own"})},
         "barred",
         "torch.compile changed nothing: its own",
     ),
     ({"effective": Effective(flops_by_format={"fp32": 1})}, "barred", "bf16 changed nothing"),
     ({"ms": 200.0}, "dropped", "others were faster in round 1"),
     (
-        {"effective": Effective(left_alone=[Reason(what="CUDA graph", value="9 replays", reason="")])},
+        {"effective": Effective(num_replays=9)},
         "barred",
         "times are not compared, because 9 replays of a CUDA graph are not timed",
     ),
@@ -225,11 +206,14 @@ def test_a_policy_that_computed_nothing_in_its_format_is_not_run_in_other_varian
     assert ran_rows.count("fp8") == 1
 
 
+NO_LAYOUT = Effective(flops_by_format={"fp32": 10}, unmade_changes={"channels_last": "no images"})
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"explanation": []}, "memory layout changed nothing of as-is, channels-last, and no policy decides that"),
-        ({"explanation": [], "error": "RuntimeError: no"}, ""),
+        ({"effective": NO_LAYOUT}, "memory layout changed nothing of as-is, channels-last, and no policy decides that"),
+        ({"effective": NO_LAYOUT, "error": "RuntimeError: no"}, ""),
         ({}, ""),
     ],
     ids=["no images", "failed", "images"],
@@ -317,11 +301,11 @@ def test_checkpointing_is_a_dimension_and_must_have_been_applied() -> None:
     configurations = tuple(grid([], {}, [], [], checkpoints=["full", "1GiB"]))
     assert [one.name for one in configurations] == ["as-is", "as-is, checkpointed full", "as-is, checkpointed 1GiB"]
     begun = TuneState(configurations=configurations, steps=20, repeats=3, margin=0.02)
-    missed = [Reason(what=CHECKPOINTED, value=NOT_APPLIED, reason="no model was called")]
-    found = answered(searched(begun, {"as-is, checkpointed 1GiB": {"explanation": missed, "ms": 50.0}}))
+    missed = Effective(flops_by_format={"fp32": 10}, unmade_changes={"checkpoint": "no model was called"})
+    found = answered(searched(begun, {"as-is, checkpointed 1GiB": {"effective": missed, "ms": 50.0}}))
     row = next(row for row in found.rows if row.checkpoint == "1GiB")
     assert row.state == "barred"
-    assert row.reason.startswith("activation checkpointing changed nothing")
+    assert row.reason == "activation checkpointing changed nothing: no model was called"
     assert found.decision == "keep"
 
 

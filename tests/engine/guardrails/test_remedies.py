@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.guardrails.remedies import SaferPolicy, apply_remedy, policy_note, unchanged_policy
 from mezzo.engine.scaling import DynamicScale, NoScale
 from mezzo.records import AlarmKind, Reason, Rewind
 
-SAFER, NONE = Reason(what="policy", value="bf16", reason="r"), Reason(what="policy", value="unchanged", reason="none")
+SAFER, NONE = SaferPolicy(changed=True, note=policy_note("bf16", "r")), unchanged_policy("none")
 
 # Alarm, whether the scale is dynamic, whether there is a safer policy, and the changes of three returns to one snapshot.
 CASES: list[tuple[AlarmKind, bool, bool, list[list[str]]]] = [
@@ -31,7 +31,7 @@ CASES: list[tuple[AlarmKind, bool, bool, list[list[str]]]] = [
 def test_the_changes_of_each_return(kind: AlarmKind, scaled: bool, safer: bool, expected: list[list[str]]) -> None:
     before: list[Rewind] = []
     for changes in expected:
-        found = apply_remedy(
+        found, changed_policy = apply_remedy(
             kind,
             before,
             optimizers=[torch.optim.SGD([torch.zeros(1)], lr=1.0)],
@@ -40,7 +40,9 @@ def test_the_changes_of_each_return(kind: AlarmKind, scaled: bool, safer: bool, 
             fall_back=lambda: SAFER if safer else NONE,
         )
         assert [_short(one) for one in found] == changes
-        before.append(Rewind(alarm=kind, step=1, snapshot="a", updates=1, changes=found))
+        assert changed_policy == ("bf16" in changes)
+        rewind = Rewind(alarm=kind, step=1, snapshot="a", updates=1, changes=found, changed_policy=changed_policy)
+        before.append(rewind)
 
 
 def _short(change: Reason) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 from helpers_launch import children_in_this_process
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.torch.out_of_memory import is_out_of_memory, requested_bytes, saved_by_graphs
+from mezzo.launch.torch.out_of_memory import is_out_of_memory, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 
@@ -82,18 +81,6 @@ def test_a_script_that_catches_the_error_goes_on_untouched(tmp_path: Path) -> No
     record = ran(tmp_path, "caught", "3")
     assert (record.exit_code, len(record.steps), record.out_of_memory) == (0, 6, None)
     assert (tmp_path / "output.log").read_text().splitlines()[:2] == ["half a batch", "finished"]
-
-
-MESSAGES = [
-    ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0", 20 * 2**20),
-    ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12", 400),
-    ("no words", None),
-]
-
-
-@pytest.mark.parametrize(("message", "expected"), MESSAGES)
-def test_the_bytes_asked_for(message: str, expected: int | None) -> None:
-    assert requested_bytes(message) == expected
 
 
 def test_other_errors_are_none_of_this() -> None:

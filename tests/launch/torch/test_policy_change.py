@@ -79,14 +79,14 @@ def test_what_would_keep_the_old_policy_is_named() -> None:
         model = nn.Linear(4, 1)
         model(torch.randn(2, 4))
         with torch.autocast("cpu", dtype=torch.float16):
-            kept = fall_back(run, "skip storm")
+            kept = fall_back(run, "skip storm").note
         assert (kept.value, kept.reason) == (
             "unchanged",
             "the loop runs in an autocast region that the script opened around it",
         )
-        assert fall_back(run, "skip storm").value == "bf16, before fp16"
+        assert fall_back(run, "skip storm").note.value == "bf16, before fp16"
     with switched(None) as (run, _):
-        assert fall_back(run, "skip storm").reason == "the precision is the script's own"
+        assert fall_back(run, "skip storm").note.reason == "the precision is the script's own"
 
 
 def test_the_record_has_the_formats_of_the_first_steps_and_that_they_were_emulated() -> None:

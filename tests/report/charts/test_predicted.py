@@ -7,7 +7,6 @@ import math
 import pytest
 
 import record_builders as build
-from mezzo.records import Reason
 from mezzo.report.charts.data import Chart, Nothing, TreeChart
 from mezzo.report.charts.predicted import batch_chart, predict_charts, time_tree, timeline_chart
 
@@ -18,8 +17,7 @@ def test_a_record_without_detail_has_no_charts() -> None:
 
 def test_a_chart_without_other_batches_says_why() -> None:
     detail = build.prediction_detail().model_copy(update={"curves": []})
-    why = Reason(what="other batch sizes", value="do not follow", reason="nothing sets the size; write {batch}")
-    record = build.predict_record(detail=detail, assumptions=[why])
+    record = build.predict_record(detail=detail, no_other_batch="nothing sets the size; write {batch}")
     drawn = batch_chart(record, detail)
     assert isinstance(drawn, Nothing)
     assert (

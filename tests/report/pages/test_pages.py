@@ -23,7 +23,6 @@ from mezzo.records import (
     Effective,
     Loss,
     Memory,
-    Reason,
     Record,
     RunRecord,
     ScaleName,
@@ -319,8 +318,7 @@ def test_run_that_did_not_train(fields: dict[str, object], headline: str, error:
     ],
 )
 def test_the_headline_says_that_a_graph_replayed_steps(fields: dict[str, object], headline: str) -> None:
-    reason = Reason(what="CUDA graph", value="100 replays", reason="")
-    effective = Effective(flops_by_format={"fp16": 1}, left_alone=[reason])
+    effective = Effective(flops_by_format={"fp16": 1}, num_replays=100)
     page = page_of(build.run_record(effective=effective, **fields))
     assert page.answer.sentence == f"{headline}; 100 replays of a CUDA graph are not recorded"
 

@@ -322,6 +322,7 @@ def _answer(
         own_formats=list(case.own_formats),
         why=why,
         evidence=evidence,
+        evidence_of="" if row is None or not evidence else row.policy,
         gains=[] if row is None else case.gains(row),
         memory_saved=None if row is None or row.memory_ratio is None else 1.0 - row.memory_ratio,
         changed=list(changed),

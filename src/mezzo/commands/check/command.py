@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
-    from mezzo.records import CheckRecord, Reason
+    from mezzo.records import CheckRecord
 
 HELP = HelpPage(
     group="start",
@@ -181,19 +181,17 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _offers(opts: CheckOptions, machine: Machine) -> list[Reason]:
+def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
     from mezzo.launch.frameworks import own_sources
-    from mezzo.records import Reason
 
     if opts.policies is None:
         sources = own_sources(opts.script.target, kind=opts.script.kind)
         return offered(machine.device, target=None if opts.gpu is None else opts.gpu.device, own_amp=own_amp(sources))
     why = "--policies names it"
-    others = [Reason(what=text, value=TRIED, reason=why) for text in opts.policies if text != BASELINE]
-    return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
+    return [THE_BASELINE, *(Offered(text, True, why) for text in opts.policies if text != BASELINE)]
 
 
-def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
+def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Offered]) -> None:
     here = machine.device
     budget.say(f"{machine.name} trains on {here.kind}, {here.name}; {formats_of(here)}")
     if opts.gpu is not None:
@@ -201,10 +199,10 @@ def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: li
             f"the answer is for {opts.gpu.label}; gains from hardware that {machine.name} lacks are bounded, not measured"
         )
     for offer in offers:
-        budget.say(f"{offer.what} {offer.value}: {offer.reason}")
+        budget.say(f"{offer.note.what} {offer.note.value}: {offer.reason}")
 
 
-def _settings(opts: CheckOptions, offers: list[Reason], *, budget_s: float) -> CheckSettings:
+def _settings(opts: CheckOptions, offers: list[Offered], *, budget_s: float) -> CheckSettings:
     from mezzo.commands.check.runs import CheckSettings
 
     script = opts.script
@@ -245,10 +243,25 @@ def _show_output(checking: Check) -> None:
 # --- The policies worth trying on a device, and why each is tried or left out ---------------------------------------------------
 
 BASELINE = FP32.name
-TRIED, LEFT_OUT = "tried", "left out"
 
 
-def offered(here: Device, *, target: Device | None = None, own_amp: str = "") -> list[Reason]:
+class Offered(NamedTuple):
+    """A policy that a check considers."""
+
+    policy: str
+    tried: bool
+    reason: str
+
+    @property
+    def note(self) -> Reason:
+        """The choice in words."""
+        return Reason(what=self.policy, value="tried" if self.tried else "left out", reason=self.reason)
+
+
+THE_BASELINE = Offered(BASELINE, True, "the baseline: all others are compared with it")
+
+
+def offered(here: Device, *, target: Device | None = None, own_amp: str = "") -> list[Offered]:
     """Return the policies to consider, the baseline first.
 
     Args:
@@ -257,31 +270,30 @@ def offered(here: Device, *, target: Device | None = None, own_amp: str = "") ->
         own_amp: the call or argument by which the script asks for mixed precision; empty if it does not.
     """
     target = target or here
-    offers = [_reason(BASELINE, TRIED, "the baseline: all others are compared with it"), _tf32(here, target)]
-    offers += _sixteen_bits(here, target)
     fp8 = target.support(E4M3)
-    offers.append(_reason("fp8", TRIED if fp8.level == "native" else LEFT_OUT, f"{target.name}: {fp8.reason}"))
+    offers = [THE_BASELINE, _tf32(here, target), *_sixteen_bits(here, target)]
+    offers.append(Offered("fp8", fp8.level == "native", f"{target.name}: {fp8.reason}"))
     if own_amp:
         why = f"the script asks for mixed precision itself ({own_amp}), which the other policies replace"
-        offers.append(_reason(AS_IS, TRIED, why))
+        offers.append(Offered(AS_IS, True, why))
     return offers
 
 
-def tried(offers: Sequence[Reason]) -> list[str]:
+def tried(offers: Sequence[Offered]) -> list[str]:
     """Return the policies to run, the baseline first."""
-    return [offer.what for offer in offers if offer.value == TRIED]
+    return [offer.policy for offer in offers if offer.tried]
 
 
-def _tf32(here: Device, target: Device) -> Reason:
+def _tf32(here: Device, target: Device) -> Offered:
     target_support, here_support = target.support(TF32), here.support(TF32)
     if target_support.level != "native":
-        return _reason(TF32.name, LEFT_OUT, f"{target.name}: {target_support.reason}")
+        return Offered(TF32.name, False, f"{target.name}: {target_support.reason}")
     if here_support.level != "native":
-        return _reason(TF32.name, LEFT_OUT, f"{target.name} has it, but it cannot be tried here: {here_support.reason}")
-    return _reason(TF32.name, TRIED, f"{target.name}: {target_support.reason}")
+        return Offered(TF32.name, False, f"{target.name} has it, but it cannot be tried here: {here_support.reason}")
+    return Offered(TF32.name, True, f"{target.name}: {target_support.reason}")
 
 
-def _sixteen_bits(here: Device, target: Device) -> list[Reason]:
+def _sixteen_bits(here: Device, target: Device) -> list[Offered]:
     """Offer both 16-bit formats, unless an accelerator has units for only one; a CPU emulates a format it has no units for."""
     formats = (BF16, FP16)
     native = [fmt for fmt in formats if target.support(fmt).level == "native"]
@@ -291,12 +303,8 @@ def _sixteen_bits(here: Device, target: Device) -> list[Reason]:
         reason = f"{target.name}: {target.support(fmt).reason}"
         if here.support(fmt).level != "native":
             reason += "; emulated here, which shows what it does to training, not how fast it is"
-        offers.append(_reason(fmt.name, LEFT_OUT if left_out else TRIED, reason))
+        offers.append(Offered(fmt.name, not left_out, reason))
     return offers
-
-
-def _reason(what: str, value: str, reason: str) -> Reason:
-    return Reason(what=what, value=value, reason=reason)
 
 
 # --- Whether a script switches mixed precision on by itself, read from its source without running it ----------------------------

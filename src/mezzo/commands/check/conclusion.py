@@ -14,6 +14,7 @@ from mezzo.commands.predict.real_gpus import predicted_for
 
 if TYPE_CHECKING:
     from mezzo.commands.check.answer import Case
+    from mezzo.commands.check.command import Offered
     from mezzo.commands.check.runs import Check
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
@@ -69,7 +70,7 @@ def time_for_runs_s(opts: CheckOptions, machine: Machine) -> float:
 
 
 def check_record(
-    opts: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
+    opts: CheckOptions, checking: Check, offers: list[Offered], machine: Machine, engine: Engine
 ) -> CheckRecord:
     """Return the record of a finished check."""
     from mezzo.commands.check.answer import Case, answered
@@ -109,7 +110,7 @@ def check_record(
         answer=answer,
         device=device_report(here, facts=machine.facts),
         gpu="" if gpu is None else gpu.label,
-        offered=offers,
+        offered=[offer.note for offer in offers],
         budget_s=opts.budget.seconds,
         seeds=opts.seeds,
         first_steps=checking.first_steps,

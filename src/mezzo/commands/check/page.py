@@ -139,7 +139,7 @@ def _lines(record: CheckRecord) -> list[Fact]:
     lines = [Fact(what="why", value=_sentence(answer.why))]
     if answer.evidence:
         rows = [] if record.comparison is None else record.comparison.rows
-        is_open = any(one.verdict == "undecided" and answer.evidence in one.reason for one in rows)
+        is_open = any(one.verdict == "undecided" and one.policy == answer.evidence_of for one in rows)
         kept = "not decided" if is_open else "kept"
         lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row, rows)}."))
     if row is not None and (memory := _memory(record, row)):
@@ -164,9 +164,8 @@ def _row(record: CheckRecord) -> Row | None:
         return next((row for row in rows if row.policy == record.answer.policy), None)
     listed = {other.what for other in record.answer.others}
     named = [row for row in rows if row.verdict != "baseline"]
-    return next(
-        (row for row in named if record.answer.evidence and record.answer.evidence in row.reason), None
-    ) or next((row for row in named if row.policy not in listed), None)
+    of_evidence = (row for row in named if row.policy == record.answer.evidence_of)
+    return next(of_evidence, None) or next((row for row in named if row.policy not in listed), None)
 
 
 def _seeds(row: Row | None, rows: Sequence[Row]) -> str:

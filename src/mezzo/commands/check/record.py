@@ -45,6 +45,8 @@ class Answer(Value):
     own_formats: list[str] = []
     """The formats that the script's own casts leave the baseline's passes in; empty where these ran in FP32 or TF32."""
     why: str
+    evidence_of: str = ""
+    """The policy whose row of the comparison the evidence is from; empty without evidence."""
     evidence: str = ""
     """How the policy's accuracy compares with the baseline's: the reason of its row in the comparison."""
     gains: list[Gain] = []

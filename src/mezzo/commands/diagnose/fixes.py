@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mezzo import oplists
-from mezzo.commands.diagnose.words import ITSELF
+from mezzo.commands.diagnose.where import Caller, applies, written
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM, NARROW
 from mezzo.observe.module_names import outermost
+from mezzo.observe.nonfinite import offers as lines
+from mezzo.observe.nonfinite.offers import DOMAINS, NO_ROOT, Offer
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
@@ -25,7 +27,6 @@ _LARGE = 1e30
 _LARGE_SQUARE = 1e19
 """The square of a larger number is beyond FP32."""
 _GROWS = frozenset({"pow", "square", "mul", "multiply", "norm"})
-_BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradients"
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
@@ -42,30 +43,6 @@ RUN_AGAIN = "set the script's seeds and run it again, so that the step can be in
 DIVERGES = "lower the learning rate, or clip the gradients"
 
 
-class Offer(NamedTuple):
-    """A possible fix, and how to try it."""
-
-    advice: str
-    line: str
-    policy: Policy | None = None
-    """The policy under which to try it; None for the run's own."""
-    changes: TrialChanges = TrialChanges()
-    """What the line changes about the script's own precision, as a run makes it."""
-    where: str = ""
-    """Where to write the line; empty if that follows from the line and the kind of script."""
-
-    @property
-    def can_run(self) -> bool:
-        """Whether a run can try it."""
-        return self.policy is not None or bool(self.changes)
-
-    def kept_beyond(self, policy: Policy | None) -> tuple[str, ...]:
-        """Return the modules that it keeps in FP32 and ``policy``, the one of the script's run, does not."""
-        before = () if policy is None else policy.fp32_modules
-        after = () if self.policy is None else self.policy.fp32_modules
-        return tuple(name for name in dict.fromkeys((*self.changes.fp32_modules, *after)) if name not in before)
-
-
 class Tried(NamedTuple):
     """One fix that was tried."""
 
@@ -74,43 +51,36 @@ class Tried(NamedTuple):
     """The verdict on the script with it; None if its process died."""
 
 
-def offered(record: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
+def offered(record: DiagnoseRecord, *, untried: str, caller: Caller) -> DiagnoseRecord:
     """Return ``record`` with the best fix, which was not tried because of ``untried``."""
     offers = offers_for(record)
     if not offers:
         return record
     first = offers[0]
     note = f"not tried: {untried if first.can_run else _IN_SCRIPT}"
-    return record.model_copy(
-        update={"fix": first.advice, "fix_line": first.line, "fix_where": first.where, "fix_note": note}
-    )
+    return _with(record, first, caller, {"fix_note": note})
+
+
+def _with(record: DiagnoseRecord, offer: Offer, caller: Caller, tried: dict[str, object]) -> DiagnoseRecord:
+    """Return ``record`` with a fix as its script writes it."""
+    line, where, policy = written(offer, record, _policy(record), caller)
+    fix = {"fix": offer.advice, "fix_line": line, "fix_where": where, "fix_policy": policy}
+    return record.model_copy(update={**fix, **tried})
 
 
 def offers_for(record: DiagnoseRecord) -> list[Offer]:
     """Return the fixes that may help against a fault, the best first."""
     offers: list[Offer] = []
-    for offer in _in_its_terms(_offers(record), record):
+    for offer in _applied(_offers(record), record):
         if not offer.can_run or not _is_among(offer, offers):
             offers.append(offer)
     return offers
 
 
-def _in_its_terms(offers: list[Offer], record: DiagnoseRecord) -> list[Offer]:
-    """Return the offers as a script of its framework writes them, without those that it cannot apply."""
-    if not record.run.framework.startswith("keras"):
-        return offers
-    own, terms = _policy(record), []
-    for offer in offers:
-        words = in_keras(
-            offer.advice,
-            offer.line,
-            own,
-            policy=offer.policy,
-            scale=offer.changes.loss_scale,
-            kept=offer.kept_beyond(own),
-        )
-        terms += [] if words is None else [offer._replace(advice=words[0], line=words[1])]
-    return terms
+def _applied(offers: list[Offer], record: DiagnoseRecord) -> list[Offer]:
+    """Return the offers that the script's framework can apply."""
+    own = _policy(record)
+    return [offer for offer in offers if applies(offer, own, record.run.library)]
 
 
 def _policy(record: DiagnoseRecord) -> Policy | None:
@@ -167,20 +137,20 @@ def next_offer(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> 
             return None
         done.append(offer)
         more, another = _more_modules(offer, record, outcome), _with_another(offer, record, outcome)
-        first, later = _in_its_terms(more, record), _in_its_terms(another, record)
+        first, later = _applied(more, record), _applied(another, record)
         known = [*done, *waiting]
         waiting = [*_new(first, known), *waiting[1:], *_new(later, known)]
     return waiting[0] if waiting and len(tried) < _MAX_TRIALS else None
 
 
-def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
+def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int, caller: Caller) -> DiagnoseRecord:
     """Return ``record`` with the fix that helped, or with a note on those that did not."""
     for offer, outcome in tried:
         if outcome is not None and helped(outcome, last):
-            return _with_fix(record, offer, outcome)
+            return _with_fix(record, offer, outcome, caller)
     offers = offers_for(record)
     if not tried or any(not offer.can_run for offer in offers):
-        return offered(record, untried="no further run was made")
+        return offered(record, untried="no further run was made", caller=caller)
     if record.origin == "raised" and any(
         again is not None and again.run.error == record.run.error for _, again in tried
     ):
@@ -214,37 +184,29 @@ def _reached(trial: Tried) -> int:
 
 
 def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
-    causes = _causes(record)
-    if record.format in causes:  # a format that the script chose itself
+    if _casts_itself(record):
         return f"change the cast to {record.format} in the script"
-    if ITSELF in causes:
+    if record.fails_in_fp32:
         return f"the training fails in FP32 too: {DIVERGES}"
     outcome = max(tried, key=_reached).again
-    explained = outcome is not None and (outcome.located or outcome.fix == DIVERGES)
+    explained = outcome is not None and (outcome.located or outcome.origin == "norm")
     if outcome is not None and explained and farthest_step(record, tried) and outcome.verdict == "invalid_operation":
-        advice = [offer.advice for offer in offers_for(outcome)] or [outcome.fix or DIVERGES]
+        advice = [offer.advice for offer in offers_for(outcome)] or [DIVERGES]
         return f"no precision fixes that one: {advice[0]}"
     return "mezzo fallback searches for a set of modules to keep in FP32"
 
 
-def _causes(record: DiagnoseRecord) -> list[str]:
-    """Return why FP32 fails, too: a format that the script chose itself, or the training."""
-    return [note.value for note in record.notes if note.what == "cause"]
+def _casts_itself(record: DiagnoseRecord) -> bool:
+    """Return whether the script itself chose the format that the value left."""
+    return bool(record.own_cast) and record.own_cast == record.format
 
 
-def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord) -> DiagnoseRecord:
+def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord, caller: Caller) -> DiagnoseRecord:
     count = len(outcome.run.steps)
     how = "with it" if offer.policy is None or str(offer.policy) == record.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"
     note = "; ".join(filter(None, [note, _in_the_script(record)]))
-    update = {
-        "fix": offer.advice,
-        "fix_line": offer.line,
-        "fix_where": offer.where,
-        "fix_tried": True,
-        "fix_note": note,
-    }
-    return record.model_copy(update=update)
+    return _with(record, offer, caller, {"fix_tried": True, "fix_note": note})
 
 
 def helped(outcome: DiagnoseRecord | None, last: int) -> bool:
@@ -297,10 +259,11 @@ def _wider(record: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     """Return the offer to keep modules in FP32: several, if the values of one overflow again in the next."""
     names, policy = " and ".join(modules), _policy(record)
     if policy is None:
-        line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
-        return Offer(f"turn autocast off inside {names}", line, changes=TrialChanges(fp32_modules=modules))
+        in_keras = record.run.library == "keras"
+        advice = f"keep {names} in FP32" if in_keras else f"turn autocast off inside {names}"
+        return Offer(advice, lines.AUTOCAST_OFF, changes=TrialChanges(fp32_modules=modules))
     kept = policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *modules))))
-    return Offer(f"keep {names} in FP32", f'policy = "{kept}"', kept)
+    return Offer(f"keep {names} in FP32", policy=kept)
 
 
 # --- loss scales -----------------------------------------------------------------------------------------------------------------
@@ -320,20 +283,19 @@ def _for_scale(record: DiagnoseRecord) -> list[Offer]:
     own = _policy(record)
     if own is None and record.static_scale:
         line = f"scale = {scale}  # in place of the script's {record.loss_scale:g}, wherever it multiplies or divides by it"
-        return [
-            Offer(
-                f"lower the static loss scale to {scale:g}",
-                line,
-                changes=TrialChanges(own_scale=(record.loss_scale, scale)),
-            ),
-            *bf16,
-        ]
+        changes = TrialChanges(own_scale=(record.loss_scale, scale))
+        return [Offer(f"lower the static loss scale to {scale:g}", lines.everywhere(line), changes=changes), *bf16]
     if own is None:
-        line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
-        return [Offer(f"begin with a loss scale of {scale:g}", line, changes=TrialChanges(loss_scale=scale)), *bf16]
+        return [_scaled(scale), *bf16]
     policy = own.replace(loss_scale="dynamic", init_scale=scale)
     advice = f"begin with a loss scale of {scale:g} and let it be dynamic"
-    return [Offer(advice, f'policy = "{policy}"', policy), *bf16]
+    return [Offer(advice, policy=policy), *bf16]
+
+
+def _scaled(scale: float) -> Offer:
+    """Return the offer to begin the script's own loss scale with ``scale``."""
+    advice = f"begin with a loss scale of {scale:g}"
+    return Offer(advice, lines.new_scaler(scale), changes=TrialChanges(loss_scale=scale))
 
 
 def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
@@ -341,13 +303,10 @@ def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
     bf16, own = _bf16(record), _policy(record)
     if own is not None:
         policy = own.replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
-        return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', policy), *bf16]
+        return [Offer("multiply the loss by a dynamic loss scale", policy=policy), *bf16]
     if record.own_scaler:
-        line = f"scaler = torch.amp.GradScaler(init_scale={_DEFAULT_SCALE})"
-        changes = TrialChanges(loss_scale=_DEFAULT_SCALE)
-        return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, changes=changes), *bf16]
-    line = "scaler = torch.amp.GradScaler()  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
-    return [Offer("multiply the loss by a loss scale", line, Policy.parse(FP16.name)), *bf16]
+        return [_scaled(_DEFAULT_SCALE), *bf16]
+    return [Offer("multiply the loss by a loss scale", lines.new_scaler(), Policy.parse(FP16.name)), *bf16]
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------------------
@@ -359,9 +318,9 @@ def _for_range(record: DiagnoseRecord) -> list[Offer]:
     by_name, by_line = _operation(record), _line(record)
     costly = record.op in _COSTLY
     # A policy's lists do not reach what the script itself casts.
-    operation = (by_line or by_name) if record.format in _causes(record) else (by_name or by_line)
+    operation = (by_line or by_name) if _casts_itself(record) else (by_name or by_line)
     offers = [*module, *_bf16(record), *operation] if costly else [*module, *operation, *_bf16(record)]
-    return offers or [Offer(f"compute {record.op} in FP32", "x = x.float()  # before this line")]
+    return offers or [Offer(f"compute {record.op} in FP32", lines.CAST)]
 
 
 def _line(record: DiagnoseRecord) -> list[Offer]:
@@ -371,12 +330,12 @@ def _line(record: DiagnoseRecord) -> list[Offer]:
     advice = f"compute the line of {record.op} in FP32"
     line = "with torch.autocast(x.device.type, enabled=False):  # and x.float() for the line's 16-bit operands"
     changes = TrialChanges(fp32_line=record.line)
-    return [Offer(advice, line, changes=changes, where=f"around {record.line}")]
+    return [Offer(advice, lines.everywhere(line), changes=changes, where=f"around {record.line}")]
 
 
 def _in_torch(record: DiagnoseRecord) -> bool:
     """Return whether a run can change the script's own calls: those of PyTorch."""
-    return not record.run.framework.startswith(("keras", "paddle"))
+    return record.run.library == "torch"
 
 
 def _for_eps(record: DiagnoseRecord) -> Offer:
@@ -384,7 +343,8 @@ def _for_eps(record: DiagnoseRecord) -> Offer:
     eps = 10.0 ** math.ceil(math.log10(FORMATS[record.format].min_normal))
     optimizer = record.op.removesuffix(".step")
     advice = f"raise eps to {eps:g}, which {record.format.upper()} can represent, or keep the weights in FP32"
-    return Offer(advice, f"optimizer = {optimizer}(..., eps={eps:g})", changes=TrialChanges(eps=eps))
+    line = lines.everywhere(f"optimizer = {optimizer}(..., eps={eps:g})")
+    return Offer(advice, line, changes=TrialChanges(eps=eps))
 
 
 def _operation(record: DiagnoseRecord) -> list[Offer]:
@@ -397,7 +357,7 @@ def _operation(record: DiagnoseRecord) -> list[Offer]:
         changed = policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, name))), **lists)
     except PolicyError:  # another list has its family
         return []
-    return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
+    return [Offer(f"compute {name} in FP32", policy=changed)] if changed != policy else []
 
 
 def _bf16(record: DiagnoseRecord) -> list[Offer]:
@@ -406,17 +366,12 @@ def _bf16(record: DiagnoseRecord) -> list[Offer]:
         if record.format != FP16.name:
             return []
         if not _in_torch(record):
-            return [
-                Offer(
-                    advice,
-                    "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
-                    Policy.parse("bf16"),
-                )
-            ]
+            return [Offer(advice, lines.OWN_BF16, Policy.parse("bf16"))]
         line = (
             "dtype=torch.bfloat16  # for each torch.float16 of the script, .bfloat16() for .half(), and no GradScaler"
         )
-        return [Offer(advice, line, changes=TrialChanges(own_format="bf16"), where="wherever the script names FP16")]
+        changes = TrialChanges(own_format="bf16")
+        return [Offer(advice, lines.everywhere(line), changes=changes, where="wherever the script names FP16")]
     if policy.compute != FP16.name:
         return []
     plain = Policy.parse(policy.name.replace(FP16.name, "bf16"))
@@ -424,7 +379,7 @@ def _bf16(record: DiagnoseRecord) -> list[Offer]:
         name: getattr(policy, name) for name in ("lower", "fp32", "widest", "fp32_modules", "arithmetic", "op_lists")
     }
     changed = plain.replace(**kept)
-    return [Offer(advice, f'policy = "{changed}"', changed)]
+    return [Offer(advice, policy=changed)]
 
 
 # --- the script's own lines ------------------------------------------------------------------------------------------------------
@@ -432,167 +387,55 @@ def _bf16(record: DiagnoseRecord) -> list[Offer]:
 
 def _for_entered(record: DiagnoseRecord) -> Offer:
     if record.origin == "constant":
-        return Offer("the script creates a value here that is not finite, and it reaches the loss", "")
+        return Offer("the script creates a value here that is not finite, and it reaches the loss")
     if record.parameter:
         return _for_update("an update")
-    return Offer("clean the data: no precision helps", "assert torch.isfinite(batch).all()")
+    return Offer("clean the data: no precision helps", lines.CHECK_DATA)
 
 
 def _for_update(step: str) -> Offer:
-    return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", "")
+    return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps")
 
 
 def _beyond_fp32(op: str) -> Offer:
     advice = f"divide what {op} reads by its largest magnitude, or compute the line in FP64: BF16 ends where FP32 does"
-    return Offer(advice, "")
+    return Offer(advice)
 
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
-        return Offer(f"{op} has no values to work on: skip it for empty tensors", "if x.numel():")
+        return Offer(f"{op} has no values to work on: skip it for empty tensors", lines.NOT_EMPTY)
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
         is_0 = any(o.smallest == 0 for o in operands)
         return _ZERO_TIMES_INFINITY if forward and is_0 and op in ("mul", "multiply") else _of_infinities(op)
     if forward and op in ("std", "var"):
-        return Offer(
-            "a single value has no standard deviation: pass more values, or divide by their number",
-            "y = x.std(correction=0)",
-        )
+        advice = "a single value has no standard deviation: pass more values, or divide by their number"
+        return Offer(advice, lines.OF_ALL)
+    formats = {o.format for o in operands}
     if forward and op in ("sqrt", "sqrt_"):
-        advice = "a negative number has no root: keep the argument at or above 0"
-        return Offer(advice, _in_format("y = torch.sqrt(x.clamp_min(1e-12))", operands))
+        return Offer(NO_ROOT.advice, NO_ROOT.line(formats))
     if op in _GROWS and min(o.smallest for o in operands) > 0 and max(o.largest for o in operands) > _LARGE_SQUARE:
-        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
-    for names, advice, line in _INVALID:
-        if any(name in op.split("_") or name == op for name in names):
-            return Offer(advice, _in_format(line, operands))
+        return _TOO_LARGE
+    for domain in DOMAINS:
+        if any(name in op.split("_") or name == op for name in domain.ops):
+            return Offer(domain.advice, domain.line(formats))
     if max((o.largest for o in operands), default=0.0) > _LARGE:
-        return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
-    return Offer(f"keep the input of {op} in the range where its result is finite", "x = x.clamp(min=1e-6)")
+        return _TOO_LARGE
+    return Offer(f"keep the input of {op} in the range where its result is finite", lines.AT_LEAST)
 
 
 def _of_infinities(op: str) -> Offer:
     """Return a fix that keeps a mask: with 0 in the place of its infinities, it would let through what it hides."""
     if op in _SCALES:
         advice = f"an infinity that the script creates, as in a mask, meets 0 in {op} or its gradient: mask the result instead"
-        return Offer(advice, 'y = (x / t).masked_fill(mask, float("-inf"))')
+        return Offer(advice, lines.MASK_AFTER)
     advice = "an infinity that the script creates, as in a mask, meets 0 or another infinity: create a large finite number instead"
-    return Offer(advice, "x = x.masked_fill(mask, torch.finfo(x.dtype).min)")
+    return Offer(advice, lines.MASK_FINITE)
 
 
+_TOO_LARGE = Offer("values grow beyond FP32: lower the learning rate, or clip gradients", lines.CLIP)
 _ZERO_TIMES_INFINITY = Offer(
     "an infinity that the script creates, as in a mask, is multiplied by 0, as in p * log p: put 0 in its place before the product",
-    "y = p * logs.masked_fill(p == 0, 0.0)",
+    lines.MASK_BEFORE,
 )
-"""Its gradient is finite as well: where the product itself is filled, 0 times the infinity returns in the backward pass."""
 _SCALES = ("div", "divide", "true_divide", "mul", "multiply")
-_INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("sqrt",), "the derivative of a root at 0 is infinite: keep its argument above 0", "y = torch.sqrt(x + 1e-12)"),
-    (("rsqrt", "reciprocal"), "1 / 0 is infinite: keep the argument above 0", "y = torch.rsqrt(x + 1e-6)"),
-    (("log", "log2", "log10"), "the logarithm needs an argument above 0", "y = torch.log(x.clamp_min(1e-6))"),
-    (("log1p",), "the argument must be above -1", "y = torch.log1p(x.clamp_min(-1 + 1e-6))"),
-    (("div", "divide"), "keep the divisor away from 0", "y = a / torch.where(b.abs() < 1e-6, 1.0, b)"),
-    (("pow",), "keep the base above 0 where the exponent is below 1", "y = x.clamp_min(1e-12).pow(p)"),
-    (("norm", "std", "var"), "it has no derivative at 0", "y = (x * x).sum(-1).add(1e-12).sqrt()"),
-    (("exp",), "clamp the argument: FP32's exponential ends at 88", "y = x.clamp_max(80).exp()"),
-    (("acos", "asin", "atanh"), "keep the argument inside (-1, 1)", "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
-    (("softmax",), "a row that is all masked has no softmax", "mask = mask & ~mask.all(-1, keepdim=True)"),
-)
-_IN_FP16 = {
-    "y = torch.sqrt(x + 1e-12)": "y = torch.sqrt(x + 1e-4)",
-    "y = torch.sqrt(x.clamp_min(1e-12))": "y = torch.sqrt(x.clamp_min(1e-4))",
-    "y = torch.rsqrt(x + 1e-6)": "y = torch.rsqrt(x + 1e-2)",
-    "y = torch.log(x.clamp_min(1e-6))": "y = torch.log(x.clamp_min(1e-4))",
-    "y = x.clamp_min(1e-12).pow(p)": "y = x.clamp_min(1e-4).pow(p)",
-    "y = (x * x).sum(-1).add(1e-12).sqrt()": "y = (x * x).sum(-1).add(1e-4).sqrt()",
-    "y = x.clamp_max(80).exp()": "y = x.clamp_max(10).exp()",
-}
-"""FP16 rounds 1e-12 to 0, does not hold the slopes of roots and logarithms near 1e-6, and ends at the exponential of 11."""
-_IN_16_BITS = {
-    "y = torch.log1p(x.clamp_min(-1 + 1e-6))": "y = torch.log1p(x.float().clamp_min(-1 + 1e-6))",
-    "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()": "y = x.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()",
-}
-"""No 16-bit format has a number between 1 and 1 - 1e-6."""
-
-
-def _in_format(line: str, operands: list[Operand]) -> str:
-    """Return a line that works on operands of the formats of ``operands``."""
-    formats = {o.format for o in operands}
-    line = _IN_FP16.get(line, line) if FP16.name in formats else line
-    return _IN_16_BITS.get(line, line) if formats.intersection(NARROW) else line
-
-
-# --- The fixes of a diagnosis as a Keras script writes them. Imports neither torch nor Keras ------------------------------------
-
-# A run tries the same policies as for PyTorch: Mezzo translates them into Keras' own objects. Keras has no op lists, so no single operation
-# can be kept in FP32.
-
-_WIDER = "bf16"
-_LINES = {
-    "x = x.float()  # before this line": 'x = keras.ops.cast(x, "float32")  # before this line',
-    "assert torch.isfinite(batch).all()": "assert np.isfinite(batch).all()",
-    'y = (x / t).masked_fill(mask, float("-inf"))': 'y = keras.ops.where(mask, float("-inf"), x / t)',
-    "y = p * logs.masked_fill(p == 0, 0.0)": "y = p * keras.ops.where(p == 0, 0.0, logs)",
-    "x = x.masked_fill(mask, torch.finfo(x.dtype).min)": "x = keras.ops.where(mask, -1e30, x)",
-    "if x.numel():": "if keras.ops.size(x):",
-    "y = x.std(correction=0)": "y = keras.ops.std(x)",
-    "clip_grad_norm_(parameters, 1.0)": "clipnorm=1.0  # argument of the optimizer",
-    "y = torch.sqrt(x + 1e-12)": "y = keras.ops.sqrt(x + 1e-12)",
-    "y = torch.sqrt(x + 1e-4)": "y = keras.ops.sqrt(x + 1e-4)",
-    "y = torch.rsqrt(x + 1e-6)": "y = keras.ops.rsqrt(x + 1e-6)",
-    "y = torch.rsqrt(x + 1e-2)": "y = keras.ops.rsqrt(x + 1e-2)",
-    "y = torch.log(x.clamp_min(1e-4))": "y = keras.ops.log(keras.ops.maximum(x, 1e-4))",
-    "y = torch.log(x.clamp_min(1e-6))": "y = keras.ops.log(keras.ops.maximum(x, 1e-6))",
-    "y = torch.log1p(x.float().clamp_min(-1 + 1e-6))": 'y = keras.ops.log1p(keras.ops.maximum(keras.ops.cast(x, "float32"), -1 + 1e-6))',
-    "y = torch.log1p(x.clamp_min(-1 + 1e-6))": "y = keras.ops.log1p(keras.ops.maximum(x, -1 + 1e-6))",
-    "y = torch.sqrt(x.clamp_min(1e-4))": "y = keras.ops.sqrt(keras.ops.maximum(x, 1e-4))",
-    "y = torch.sqrt(x.clamp_min(1e-12))": "y = keras.ops.sqrt(keras.ops.maximum(x, 1e-12))",
-    "y = a / torch.where(b.abs() < 1e-6, 1.0, b)": "y = a / keras.ops.where(keras.ops.abs(b) < 1e-6, 1.0, b)",
-    "y = x.clamp_min(1e-4).pow(p)": "y = keras.ops.power(keras.ops.maximum(x, 1e-4), p)",
-    "y = x.clamp_min(1e-12).pow(p)": "y = keras.ops.power(keras.ops.maximum(x, 1e-12), p)",
-    "y = (x * x).sum(-1).add(1e-4).sqrt()": "y = keras.ops.sqrt(keras.ops.sum(x * x, -1) + 1e-4)",
-    "y = (x * x).sum(-1).add(1e-12).sqrt()": "y = keras.ops.sqrt(keras.ops.sum(x * x, -1) + 1e-12)",
-    "y = x.clamp_max(10).exp()": "y = keras.ops.exp(keras.ops.minimum(x, 10))",
-    "y = x.clamp_max(80).exp()": "y = keras.ops.exp(keras.ops.minimum(x, 80))",
-    "y = x.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()": (
-        'y = keras.ops.arccos(keras.ops.clip(keras.ops.cast(x, "float32"), -1 + 1e-6, 1 - 1e-6))'
-    ),
-    "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()": "y = keras.ops.arccos(keras.ops.clip(x, -1 + 1e-6, 1 - 1e-6))",
-    "mask = mask & ~mask.all(-1, keepdim=True)": "mask = keras.ops.logical_or(mask, ~keras.ops.any(mask, -1, keepdims=True))",
-    "x = x.clamp(min=1e-6)": "x = keras.ops.maximum(x, 1e-6)",
-}
-"""The lines that fixes show for PyTorch, and their counterparts in Keras."""
-
-
-def in_keras(
-    advice: str, line: str, own: Policy | None, *, policy: Policy | None, scale: float | None, kept: Sequence[str]
-) -> tuple[str, str] | None:
-    """Return a fix's advice and line as a Keras script would write them; None if Keras cannot apply it.
-
-    Args:
-        advice: the advice for PyTorch.
-        line: the line for PyTorch.
-        own: the run's policy; None for the script's own precision.
-        policy: the policy with the fix; None for the run's own.
-        scale: the loss scale to begin with, under the script's own precision.
-        kept: the layers that the fix keeps in FP32, and the run does not.
-    """
-    if own is not None and policy is not None and policy.fp32 != own.fp32:
-        return None
-    lines = []
-    if policy is not None and policy.compute == _WIDER and (own is None or own.compute != _WIDER):
-        lines.append('keras.config.set_dtype_policy("mixed_bfloat16")')
-    elif (initial := _new_scale(scale, policy, own)) is not None:
-        lines.append(f"optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale={initial})")
-    if kept:
-        lines.append(f'dtype="float32"  # argument of the layer{"s" * (len(kept) > 1)} {" and ".join(kept)}')
-    instead = f"keep {' and '.join(kept)} in FP32" if kept and policy is None else advice
-    return instead, "; ".join(lines) or _LINES.get(line, line)
-
-
-def _new_scale(scale: float | None, policy: Policy | None, own: Policy | None) -> float | None:
-    """Return the loss scale that a fix begins with; None if it leaves the scale alone."""
-    if scale is not None or policy is None or policy.loss_scale != "dynamic":
-        return scale
-    scaled = own is not None and (own.loss_scale, own.init_scale) == ("dynamic", policy.init_scale)
-    return None if scaled else policy.init_scale

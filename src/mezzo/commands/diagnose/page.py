@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
@@ -53,8 +52,6 @@ _MANY_SKIPS = 4
 
 
 _IN_ANSWER = ("module", "operation", "line", "step", "loss scale")
-_WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
-"""The fix line of a diagnosis if it is a policy, possibly after its equivalent in the script's framework."""
 
 
 def page(record: DiagnoseRecord) -> Page:
@@ -249,7 +246,6 @@ def _pass(number: int, run: Pass, record: DiagnoseRecord) -> Fact:
 
 def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
     commands, policy = ScriptCommands(record.run), typed_policy(record.run)
-    written = _WRITTEN.fullmatch(record.fix_line)
     if record.verdict == "unfinished" and not record.fix_tried:
         yield from after_failure(record.run, commands, policy)
     elif record.verdict == "healthy" and record.run.changed_nothing:
@@ -272,8 +268,8 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
         if preset_of(record.run.policy) not in WIDE:
             yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")
         yield from commands.again("if the script draws from generators of its own, after setting their seeds")
-    elif written and (record.fix_tried or record.located):
-        fixed = written[1]
+    elif record.fix_policy and (record.fix_tried or record.located):
+        fixed = record.fix_policy
         yield from commands.step("train with the fix", "run", policy=fixed)
         yield from commands.step("see whether it trains like fp32", "compare", policies=with_fp32(fixed))
         if not commands.script:
@@ -290,4 +286,4 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
 
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     tried = any(one.tries_fix for one in record.passes)
-    return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
+    return tried and record.run.policy != AS_IS and not (record.own_cast or record.fails_in_fp32)

@@ -23,9 +23,8 @@ from typing import Any, Literal
 
 from mezzo.commands.diagnose import fixes
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
-from mezzo.commands.diagnose.where import Caller, where_to_write
+from mezzo.commands.diagnose.where import Caller
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
-from mezzo.frameworks.paddle_lines import in_paddle
 from mezzo.launch.frameworks import own_sources
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
@@ -86,20 +85,7 @@ def diagnose_script(
     if first.evidence is None:
         assert first.run is not None
         return first.run
-    return _in_terms_of(request, diagnosis(runs, untried=untried))
-
-
-def _in_terms_of(request: Request, diagnosis: DiagnoseRecord) -> DiagnoseRecord:
-    """Return a diagnosis with its fix as a line for the script's framework, and where to write the line in such a script."""
-    if not diagnosis.fix_line:
-        return diagnosis
-    if request.framework == "paddle":
-        fix_line = in_paddle(diagnosis.fix_line, before=diagnosis.run.policy)
-        diagnosis = diagnosis.model_copy(update={"fix_line": fix_line})
-    if diagnosis.fix_where:
-        return diagnosis
-    caller = "session" if diagnosis.session_policy else caller_of(request.target, kind=request.kind)
-    return diagnosis.model_copy(update={"fix_where": where_to_write(diagnosis, caller)})
+    return diagnosis(runs, untried=untried, caller=caller_of(request.target, kind=request.kind))
 
 
 def inspected(last: int) -> tuple[int, ...]:

@@ -80,6 +80,8 @@ class DiagnoseRecord(WholeRecord):
     fix: str = ""
     fix_line: str = ""
     """The line to write."""
+    fix_policy: str = ""
+    """The policy that the line writes; empty if the fix is none."""
     fix_where: str = ""
     """Where it is written: on the command line, in which call, or at which line."""
     fix_tried: bool = False
@@ -115,6 +117,10 @@ class DiagnoseRecord(WholeRecord):
     loss_error: float | None = None
     """The error of a finite loss over its true value, if values that left the format made it wrong."""
     operands: list[Operand] = []
+    own_cast: str = ""
+    """The format that the script itself casts to, so that the step leaves it under FP32 as well; empty where no run showed that."""
+    fails_in_fp32: bool = False
+    """Whether the training fails in FP32, too."""
     swallowed_by: str = ""
     """The operations that turned infinities into wrong finite numbers."""
     num_skipped: int = 0

@@ -23,14 +23,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mezzo.commands.diagnose import fixes, words
-from mezzo.commands.diagnose.fixes import Offer, Tried
+from mezzo.commands.diagnose.fixes import Tried
+from mezzo.commands.diagnose.where import Caller
+from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
 from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
+from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
-from mezzo.records.run import refuses_format
 
 Role: TypeAlias = Literal["first", "suspects", "skips", "scale of 1", "fp32", "fix", "fp32 later"]
 """The purpose of a run: the script as it is; to inspect the steps that were not finite; to inspect skips that the loss scale does not
@@ -64,19 +66,23 @@ class ScriptRun:
         return self.settings.steps[-1]
 
 
-def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord:
+def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: Caller = "loop") -> DiagnoseRecord:
     """Return the verdict on a script whose first run left evidence.
 
     Args:
         runs: the script's runs in order; the first is the script as it is.
         untried: why not every fix was tried; empty if all that may help were.
+        caller: the code that trains, in which a fix is written.
     """
     first, evidence = _showed(runs[0])
     record = known(runs).model_copy(update={"run": first})
     if record.has_place:
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(record, first)
-        record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
+        if untried:
+            record = fixes.offered(record, untried=untried, caller=caller)
+        else:
+            record = fixes.settled(record, tried(runs), last=last, caller=caller)
     recurs = record.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
     of_skips = recurs or record.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
@@ -112,7 +118,8 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
         elif ran.role == "fp32":
             record = _in_fp32(record, ran, runs)
         elif ran.role == "fp32 later" and _fails(judged(ran)):
-            record = record.model_copy(update={"notes": [*record.notes, words.later_in_fp32(judged(ran))]})
+            note = words.later_in_fp32(judged(ran))
+            record = record.model_copy(update={"fails_in_fp32": True, "notes": [*record.notes, note]})
     return record
 
 
@@ -155,7 +162,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         steps_needed=STEPS_THAT_SETTLE if evidence.may_settle_higher else None,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
-        notes=words.notes(evidence, framework=run.framework),
+        notes=words.notes(evidence, backend=run.backend),
     )
     if evidence.located is not None and not _refused(run, evidence.located):
         return _of_fault(record, evidence.located)
@@ -283,13 +290,13 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
         if record.verdict != "range_overflow":
             return record
         of_script = outcome.located and outcome.format == record.format
-        cause = [words.cause_in_fp32(record, of_script=of_script, step=outcome.step)]
+        cause = _cause(record, of_script=of_script, step=outcome.step)
         if not _is_fp32(ran):  # a further run decides
-            return record.model_copy(update={"notes": [*record.notes, *(cause if of_script else [])]})
+            return record.model_copy(update=cause if of_script else {})
         found = outcome.verdict == "invalid_operation" and (outcome.located or outcome.origin == "norm")
         if found and outcome.step == record.step and outcome.line != record.line:
             outcome = outcome.model_copy(update={"detail": f"{outcome.detail}. {words.elsewhere(record)}"})
-        return (outcome if found else record).model_copy(update={"notes": [*record.notes, *cause]})
+        return (outcome if found else record).model_copy(update=cause)
     if record.step not in evidence.watched or not repeats(runs) or record.verdict != "invalid_operation":
         return record
     if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
@@ -299,10 +306,17 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
     changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
     failed_before = any(other.role == "fp32" and other is not ran for other in runs)
     if failed_before and record.zero_eps is None:
-        own_cast = words.cause_in_fp32(changed, of_script=True, step=record.step)
-        changed = changed.model_copy(update={"notes": [*record.notes, own_cast]})
+        changed = changed.model_copy(update=_cause(changed, of_script=True, step=record.step))
     detail = words.zero_eps(changed) if record.zero_eps is not None else words.rounded_away(record, narrow)
     return changed.model_copy(update={"detail": detail})
+
+
+def _cause(record: DiagnoseRecord, *, of_script: bool, step: int) -> dict[str, object]:
+    """Return what a run that fails in FP32 as well adds to ``record``: the script's own cast is the cause, or the training."""
+    note = words.cause_in_fp32(record, of_script=of_script, step=step)
+    fact = {"own_cast": record.format} if of_script else {"fails_in_fp32": True}
+    known = {"own_cast": record.own_cast, "fails_in_fp32": record.fails_in_fp32}
+    return {**known, **fact, "notes": [*record.notes, note]}
 
 
 def _fails(record: DiagnoseRecord) -> bool:

@@ -1,20 +1,18 @@
-"""The place for the line of a fix, for each kind of script. Imports no torch.
-
-A fix is a policy, on the command line or in code, or a line of the script.
-"""
+"""A fix as its script writes it: a policy, on the command line or in code, or a line and its place. Imports no framework."""
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from mezzo.frameworks import keras, paddle
+from mezzo.observe.nonfinite.offers import Offer, Place
+from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord
 
 Caller = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
 """The code that trains: a loop that calls torch, a loop with a ``mezzo.Session`` or with its own autocast or GradScaler, a library, or a
 function passed to ``mezzo.diagnose``."""
 
-_POLICY = re.compile(r'policy = "([^"]+)"')
 _SESSION = 'mezzo.Session(model, optimizer, policy="{policy}")'
 _IN_CODE: dict[Caller, str] = {
     "lightning": 'Trainer(plugins=mezzo.compat.lightning.MezzoPrecision("{policy}"))',
@@ -39,56 +37,76 @@ _BF16: dict[Caller, str] = {
 """The argument that turns on BF16 autocast in a library."""
 
 
-def where_to_write(record: DiagnoseRecord, caller: Caller) -> str:
-    """Return where to write the record's line; empty if it has none."""
-    line, module = record.fix_line, record.module or "the model"
-    if not line:
-        return ""
-    if named := _POLICY.search(line):
-        if record.session_policy:
-            return f"in code: {_SESSION.format(policy=named[1])}; or on the command line, in its place: --policy {named[1]}"
-        return _policy(named[1], line, caller, record.run.framework)
+class WrittenFix(NamedTuple):
+    """A fix in a script's own terms."""
+
+    line: str = ""
+    where: str = ""
+    policy: str = ""
+    """The policy to type, if the fix is one."""
+
+
+def applies(offer: Offer, own: Policy | None, library: str) -> bool:
+    """Return whether a script of ``library`` that trains under ``own`` can apply the fix: Keras keeps no single operation in FP32."""
+    return library != "keras" or own is None or offer.policy is None or offer.policy.fp32 == own.fp32
+
+
+def written(offer: Offer, record: DiagnoseRecord, own: Policy | None, caller: Caller) -> WrittenFix:
+    """Return a fix as the script of ``record`` writes it.
+
+    Args:
+        offer: the fix.
+        record: the fault.
+        own: the policy that the script trains under; None for its own precision.
+        caller: the code that trains.
+    """
     at = f"at {record.line}" if record.line else "in the script"
-    if record.run.framework.startswith("keras"):
-        return _keras(line, at)
-    if "GradScaler(" in line:
-        scale = re.search(r"init_(?:scale|loss_scaling)=([\d.]+)", line)
-        known = _SCALER.get(caller, "") if scale else ""
-        if known and scale:
-            return known.format(scale=scale[1])
+    library, line, scale = record.run.library, offer.line, offer.changes.loss_scale
+    if library == "keras":
+        parts = keras.script_lines(own, offer.policy, scale=scale, kept=offer.kept_beyond(own))
+        if parts:
+            return WrittenFix(
+                "; ".join(part.line for part in parts), offer.where or "; ".join(part.where for part in parts)
+            )
+        if line is not None:
+            where = keras.AT_OPTIMIZER if line.place == "step" else at
+            return WrittenFix(line.keras, offer.where or where)
+    if line is not None:
+        text = line.paddle if library == "paddle" else line.torch
+        return WrittenFix(text, offer.where or _place(line.place, scale, record, caller) or at)
+    if offer.policy is None:
+        return WrittenFix()
+    policy = str(offer.policy)
+    changes = paddle.script_lines(record.run.policy, offer.policy) if library == "paddle" else ""
+    text = f'policy = "{policy}"'
+    where = _of_policy(policy, record, caller, changes=changes)
+    return WrittenFix(f"{changes}  # {text}" if changes else text, offer.where or where, policy)
+
+
+def _place(place: Place, scale: float | None, record: DiagnoseRecord, caller: Caller) -> str:
+    """Return where a line belongs; empty at the line of the fault."""
+    if place == "scaler":
+        if caller in _SCALER and scale is not None:
+            return _SCALER[caller].format(scale=scale)
         return "where the script creates its GradScaler" if record.own_scaler else "before the training loop"
-    if "enabled=False" in line or "enable=False" in line:
-        return f"in the forward of {module}, around its operations"
-    if "autocast(" in line or "auto_cast(" in line:
-        return _BF16.get(caller, "in place of the script's own autocast, and without its GradScaler")
-    if "clip_grad_norm_(" in line:
-        return "between loss.backward() and optimizer.step()"
-    if ".isfinite(batch)" in line:
-        return "where the script reads a batch"
-    return at
+    return {
+        "forward": f"in the forward of {record.module or 'the model'}, around its operations",
+        "autocast": _BF16.get(caller, "in place of the script's own autocast, and without its GradScaler"),
+        "step": "between loss.backward() and optimizer.step()",
+        "batch": "where the script reads a batch",
+    }.get(place, "")
 
 
-def _policy(policy: str, line: str, caller: Caller, framework: str) -> str:
-    """Return how to pass a policy: on the command line, or in code."""
+def _of_policy(policy: str, record: DiagnoseRecord, caller: Caller, *, changes: str) -> str:
+    """Return how to pass a policy: on the command line, or in code, in Paddle by ``changes``."""
     typed = f"on the command line: --policy {policy}"
-    if framework.startswith("paddle"):
-        return (
-            f"{typed}; in code: the line before #, where the script turns on mixed precision" if "#" in line else typed
-        )
+    in_session = f"in code: {_SESSION.format(policy=policy)}"
+    if record.session_policy:
+        return f"{in_session}; or on the command line, in its place: --policy {policy}"
+    if record.run.library == "paddle":
+        return f"{typed}; in code: the line before #, where the script turns on mixed precision" if changes else typed
     if caller == "function":
-        return f"in code: {_SESSION.format(policy=policy)}"
+        return in_session
     inside = _IN_CODE.get(caller, _SESSION).format(policy=policy)
     removed = ", without the script's autocast and GradScaler" if caller == "own_amp" else ""
     return f"{typed}; in code: {inside}{removed}"
-
-
-def _keras(line: str, at: str) -> str:
-    """Return where a line of Keras belongs."""
-    places = []
-    if "set_dtype_policy" in line:
-        places.append("before the first layer is created")
-    if "LossScaleOptimizer" in line or "clipnorm" in line:
-        places.append("where the optimizer is created, before model.compile()")
-    if "dtype=" in line and "set_dtype_policy" not in line:
-        places.append("where the layer is created")
-    return "; ".join(places) or at

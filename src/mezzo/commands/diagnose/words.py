@@ -14,8 +14,6 @@ DIED = "the process died"
 NOT_REACHED = "the step was not reached"
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
-ITSELF = "the training itself"
-"""The cause of a fault that precision did not cause."""
 HIDDEN_BY_SKIP = (
     "The loss scaler skipped that update, so the training continued; without a scaler, as in FP32 and BF16, the weights "
     "become NaN"
@@ -86,14 +84,14 @@ def _swallowed(located: Located) -> str:
     return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
-def notes(evidence: Evidence, *, framework: str) -> list[Reason]:
+def notes(evidence: Evidence, *, backend: str) -> list[Reason]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
     reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
-        compiler = "tf.function" if " on tensorflow " in framework else "torch.compile"
+        compiler = "tf.function" if backend == "tensorflow" else "torch.compile"
         reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
-    if " on tensorflow " in framework:
+    if backend == "tensorflow":
         why = "values that are infinite or NaN are followed to the loss, a gradient or a weight, and no others"
         reasons.append(Reason(what="silent saturation", value="not judged on TensorFlow", reason=why))
     if evidence.found_by_rank is not None:
@@ -124,7 +122,7 @@ def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Reas
         why = "the step leaves this format under fp32, too, because the script itself casts to it"
         return Reason(what="cause", value=record.format, reason=why)
     why = f"the training fails in FP32, too, in step {step}: precision is not the cause"
-    return Reason(what="cause", value=ITSELF, reason=why)
+    return Reason(what="cause", value="the training itself", reason=why)
 
 
 def elsewhere(record: DiagnoseRecord) -> str:
@@ -136,7 +134,7 @@ def elsewhere(record: DiagnoseRecord) -> str:
 def later_in_fp32(in_fp32: DiagnoseRecord) -> Reason:
     """Return a note that FP32 also fails in the step to which a fix moved the fault."""
     why = f"the training fails in FP32, too, in step {in_fp32.step}, so no fix of the precision gets beyond it"
-    return Reason(what="cause", value=ITSELF, reason=why)
+    return Reason(what="cause", value="the training itself", reason=why)
 
 
 def rounded_away(record: DiagnoseRecord, form: str) -> str:

@@ -140,7 +140,7 @@ def _judge(state: SearchState) -> tuple[FallbackVerdict, str, Names, RunRecord]:
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
     reference, run = state.measure(Policy.parse("fp32"), settings, tuple)
     state.reference = reference, run
-    state.has_op_lists = not run.framework.startswith("keras")
+    state.has_op_lists = run.library != "keras"
     state.local = _ranked(reference.local, state.policy)
     state.steps = tuple(step.step for step in reference.steps)
     broken = sorted(name for step in reference.steps for name, error in step.errors.items() if error != 0)

@@ -175,6 +175,7 @@ def predict(
             *rates_used(predictions),
             *assumptions(channels_last, own_layout, job, only_options=target is None),
         ],
+        no_other_batch=traced.no_other_batch,
     )
     record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)

@@ -158,9 +158,8 @@ def _fit(record: PredictRecord) -> list[Fact]:
         each = "; ".join(f"{policy_and_plan(prediction)} {_memory_left(prediction)}" for prediction in group)
         tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
         lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
-    unknown = next((reason for reason in record.assumptions if reason.value == "do not follow"), None)
-    if lines and unknown is not None:
-        lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(unknown.reason)))
+    if lines and record.no_other_batch:
+        lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(record.no_other_batch)))
     return lines
 
 

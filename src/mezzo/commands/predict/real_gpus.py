@@ -59,12 +59,12 @@ def predicted_for(
     measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
     if not trained or gpus == [] or (gpus is None and measured):
         return None
-    framework = trained[0].framework
+    library = trained[0].library
     from mezzo.records import RealGpus
 
-    if framework.split()[0] != "torch":
+    if library != "torch":
         listed = [gpu.name for gpu in gpus or []]
-        return RealGpus(gpus=listed, reason=f"trainings in {framework.split()[0]} are not predicted")
+        return RealGpus(gpus=listed, reason=f"trainings in {library} are not predicted")
     cards = gpus or [GPUS[name] for name in _USUAL]
     say(
         f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"

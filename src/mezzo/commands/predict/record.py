@@ -164,6 +164,8 @@ class PredictRecord(WholeRecord):
     slurm: list[str] = []
     """Lines of a batch script that request its GPU."""
     assumptions: list[Reason] = []
+    no_other_batch: str = ""
+    """Why the predictions at other batch sizes do not follow from the script's own; empty if they do."""
 
     @property
     def best(self) -> Prediction | None:

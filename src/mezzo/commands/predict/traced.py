@@ -18,6 +18,7 @@ from mezzo.cli import results
 from mezzo.cli.options import values
 from mezzo.cli.script import check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
+from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
@@ -149,6 +150,8 @@ class Traced:
     """Whether images are stored channels-last; None where there are none."""
     checkpoint: str = ""
     """The plan of activation checkpointing; empty where everything is kept."""
+    no_other_batch: str = ""
+    """Why other batch sizes do not follow from a script's own; empty if they do."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """The error of a script, by the recorded policy under which it fails."""
 
@@ -189,7 +192,7 @@ def _for(recorded: str, policies: list[str]) -> str:
 
 def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
     why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+    if isinstance(error, MemoryError) or is_of_full_host(str(error)):
         return UsageError(
             f"{model} does not fit this machine's memory: its constructor reads numbers, so its weights must be allocated ({why})",
             hint="predict on a machine with more memory, or name a smaller model of the family",

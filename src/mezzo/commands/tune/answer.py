@@ -57,7 +57,7 @@ def answered(known: TuneState) -> BestTrial:
 
 def _unrun(rows: Sequence[TuneRow]) -> str:
     """Return how many configurations were not run because the budget ran out; empty if all were."""
-    count = sum(row.state == "not run" and row.reason == _NO_TIME for row in rows)
+    count = sum(row.out_of_time for row in rows)
     left_out = f"; {count} of {len(rows)} configurations were not run: {_NO_TIME}, and a longer --budget runs them"
     return left_out if count else ""
 
@@ -124,7 +124,7 @@ def _other_row(known: TuneState, configuration: Configuration) -> TuneRow:
     trials = [trial for trial in known.runs if trial.configuration == configuration]
     if not trials:
         why = pruned(known, configuration)
-        return _row(known, configuration, state="not run", reason=why or _NO_TIME)
+        return _row(known, configuration, state="not run", reason=why or _NO_TIME, out_of_time=not why)
     last = max(trials, key=lambda trial: trial.round)
     run = known.runs[last]
     if wrong := fault(known, last):

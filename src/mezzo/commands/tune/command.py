@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -279,7 +279,8 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
     known = tuning.run()
     best = answered(known)
     tuning.finished.forget()
-    command, why = _next(script, best, budget)
+    errors = [run.error for run in known.runs.values() if run.error is not None]
+    command, why = _next(script, best, budget, errors)
     first = known.runs.get(Trial(known.now, 0))
     assert first is not None
     record = TuneRecord(
@@ -329,9 +330,9 @@ def _limits(steps: int) -> list[Reason]:
     ]
 
 
-def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
+def _next(script: Script, best: BestTrial, budget: Budget, errors: Sequence[str]) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
-    from mezzo.measure.advice import asks_for_a_gpu
+    from mezzo.error_texts import asks_for_a_gpu
     from mezzo.records import AS_IS
 
     typed = script.retyped
@@ -348,6 +349,6 @@ def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
         return typed.under("run", policy=chosen.policy, **changes), "trains this way, with the script unedited"
     if best.decision == "keep":
         return typed.alone(), "runs the script as it is"
-    if any(asks_for_a_gpu(row.reason) for row in best.rows):
+    if any(map(asks_for_a_gpu, errors)):
         return typed.under("predict"), "predicts how fast it would be on other GPUs"
     return typed.alone(), "shows what fails, without Mezzo"

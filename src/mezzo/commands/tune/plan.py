@@ -20,7 +20,7 @@ from mezzo.commands.tune.speed import Speed, speed_of
 from mezzo.formats import FP32
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.environment import host_bytes
-from mezzo.records import AS_IS, CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, RunRecord
+from mezzo.records import AS_IS, ModelChange, RunRecord
 
 FINALISTS = 3
 FINAL = 100
@@ -29,6 +29,11 @@ TIMES_LONGER = 4
 """How many times the steps of the first round the finalists run."""
 _SLOWER = 0.9
 """Share of the present speed below which a configuration is dropped without repeats."""
+_CHANGES: dict[ModelChange, str] = {
+    "channels_last": "memory layout",
+    "compile": "torch.compile",
+    "checkpoint": "activation checkpointing",
+}
 _FOR_ROUNDS = 0.5
 """Share of the budget for the rounds before the finals; the rest is for repeats."""
 
@@ -177,7 +182,7 @@ def _missing_finals(known: TuneState) -> Iterator[Trial]:
 
 def fault(known: TuneState, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
-    run, configuration = known.runs[trial], trial.configuration
+    run = known.runs[trial]
     if why := short_of_memory(run):
         return why
     if run.error is not None or (run.exit_code and run.first_steps is None):
@@ -188,17 +193,8 @@ def fault(known: TuneState, trial: Trial) -> str:
         return "its formats are emulated here: its speed says nothing"
     if run.changed_nothing and run.policy != AS_IS:
         return f"{run.policy} {run.no_effect}"
-    done = {reason.what for reason in run.explanation if reason.value != NOT_APPLIED}
-    requested = {
-        CHANNELS_LAST: configuration.channels_last,
-        COMPILED: configuration.compiles,
-        CHECKPOINTED: bool(configuration.checkpoint),
-    }
-    for what, is_requested in requested.items():
-        if is_requested and what not in done:
-            noted = "channels-last" if what == CHANNELS_LAST else what
-            why = next((one.reason for one in run.effective.left_alone if one.what == noted), "")
-            return f"{what} changed nothing" + (f": {why}" if why else "")
+    for change, why in run.effective.unmade_changes.items():
+        return f"{_CHANGES[change]} changed nothing: {why}"
     if why := known.unlike_now(trial):
         return why
     if speed_of(run) is None:
@@ -229,7 +225,7 @@ def pruned(known: TuneState, configuration: Configuration) -> str:
             return f"{other.name} {run.no_effect}: neither would its other variants"
         same_layout = configuration.channels_last and other.channels_last and configuration.settings == other.settings
         if same_layout and other != configuration and _has_no_layout(run):
-            return f"{CHANNELS_LAST} changed nothing of {other.name}, and no policy decides that"
+            return f"{_CHANGES['channels_last']} changed nothing of {other.name}, and no policy decides that"
         did_not_fit = _above_limit(known, run) or short_of_memory(run)
         if trial.round == 0 and did_not_fit and _is_larger(configuration, other):
             return f"{other.name} did not fit, and its batch is smaller"
@@ -238,8 +234,7 @@ def pruned(known: TuneState, configuration: Configuration) -> str:
 
 def _has_no_layout(run: RunRecord) -> bool:
     """Return whether a run that was to store images channels-last trained, and found none to store."""
-    applied = any(one.what == CHANNELS_LAST and one.value != NOT_APPLIED for one in run.explanation)
-    return not applied and run.error is None
+    return "channels_last" in run.effective.unmade_changes and run.error is None
 
 
 def _above_limit(known: TuneState, run: RunRecord) -> str:

@@ -28,6 +28,8 @@ class TuneRow(Value):
     """The plan of activation checkpointing, or its budget; empty for none."""
     state: TuneState
     reason: str
+    out_of_time: bool = False
+    """Whether it was not run because the budget ran out."""
     steps: int = 0
     """Steps of each of its runs in that round."""
     step_ms: float | None = None

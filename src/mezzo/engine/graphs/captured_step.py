@@ -38,6 +38,7 @@ from mezzo.engine.preparation import ONE_PASS
 from mezzo.engine.progress import Progress
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.window import Window
+from mezzo.error_texts import capture_advice
 from mezzo.errors import MezzoError, SessionError
 from mezzo.explain import Choice
 
@@ -326,29 +327,14 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
 # ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
 # second hides the first and leaves the capture's stream current. ``CudaGraphs.capture`` restores the stream and raises the first error.
 
-_HOST_READ = (
-    "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), creates a tensor from Python numbers, or "
-    "allocates memory by a value that it reads; remove that, or train with step(loss)"
-)
-_HINTS = {
-    "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
-    "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is recomputed",
-    "stale reference": "a loss or output of an earlier step is alive and keeps autograd's nodes on another stream: del loss, then capture",
-    "legacy stream": "a loss or output of an earlier step is alive and keeps autograd's nodes on the default stream: "
-    "del loss, then capture; or remove work on other streams from the step",
-    "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
-    "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
-}
-"""Hints, by a part of CUDA's or torch's message."""
 _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
 
 
 def refusal(error: BaseException) -> SessionError:
     """Return the error for a step that could not be captured, with a hint for its cause."""
     message = str(error)
-    hint = next((what for part, what in _HINTS.items() if part in message), _HOST_READ)
     first = (message.splitlines() or [""])[0] or type(error).__name__
-    return SessionError(f"the step could not be captured: {first}", hint=f"{hint}{_NEW_PROCESS}")
+    return SessionError(f"the step could not be captured: {first}", hint=f"{capture_advice(message)}{_NEW_PROCESS}")
 
 
 class CudaGraphs:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,36 @@ from mezzo.errors import MezzoError, SnapshotError
 from mezzo.policy import Policy
 from mezzo.records import AlarmKind, Reason, Rewind
 
-POLICY, UNCHANGED = "policy", "unchanged"
-"""The name of a change of policy in the record, and its value if no policy is safer or the policy cannot change."""
 _RATE, _SCALE = 0.5, 16.0
 _OF_SCALE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """The learning rates that optimizers and schedulers keep in a group."""
+
+
+class SaferPolicy(NamedTuple):
+    """The outcome of a search for a safer policy."""
+
+    changed: bool
+    """False if no policy is safer, or the policy cannot change."""
+    note: Reason
+
+
+def policy_note(value: str, reason: str) -> Reason:
+    """Return the note of a change of policy in a record."""
+    return Reason(what="policy", value=value, reason=reason)
+
+
+def unchanged_policy(reason: str) -> SaferPolicy:
+    """Return that the policy remains, and why."""
+    return SaferPolicy(changed=False, note=policy_note("unchanged", reason))
+
+
+class Remedy(NamedTuple):
+    """What changed in a training for the rest of the run."""
+
+    changes: list[Reason]
+    """Empty if nothing helps."""
+    changed_policy: bool = False
 
 
 def apply_remedy(
@@ -43,9 +67,9 @@ def apply_remedy(
     optimizers: Iterable[torch.optim.Optimizer],
     schedulers: Iterable[Any],
     scales: Iterable[Any],
-    fall_back: Callable[[], Reason],
-) -> list[Reason]:
-    """Change the training after its return to a snapshot; return the changes, none if nothing helps.
+    fall_back: Callable[[], SaferPolicy],
+) -> Remedy:
+    """Change the training after its return to a snapshot; return the changes.
 
     Args:
         kind: the alarm.
@@ -53,18 +77,20 @@ def apply_remedy(
         optimizers: the training's optimizers.
         schedulers: their schedulers.
         scales: loss scales; only dynamic ones of Mezzo and ``torch.amp.GradScaler`` are changed.
-        fall_back: changes the policy to a safer one, if possible; returns the new policy, or ``UNCHANGED``, and why.
+        fall_back: changes the policy to a safer one, if possible.
     """
     policy = fall_back() if len(before) == 1 or kind == "scale at its floor" else None
-    fell_back = policy is not None and policy.value != UNCHANGED
+    fell_back = policy is not None and policy.changed
     if policy is not None and fell_back and kind in _OF_SCALE:
-        return [policy]
-    earlier = sum(change.what == POLICY and change.value != UNCHANGED for rewind in before for change in rewind.changes)
+        return Remedy([policy.note], changed_policy=True)
+    earlier = sum(rewind.changed_policy for rewind in before)
     changed = _numbers(kind, 1 + len(before) - earlier - fell_back, optimizers, schedulers, scales)
     if not changed and policy is None:  # gradients that are zero without a scale that could be larger
         policy = fall_back()
-        fell_back = policy.value != UNCHANGED
-    return [*changed, *([] if policy is None else [policy])] if changed or fell_back else []
+        fell_back = policy.changed
+    if not (changed or fell_back):
+        return Remedy([])
+    return Remedy([*changed, *([] if policy is None else [policy.note])], changed_policy=fell_back)
 
 
 def _numbers(

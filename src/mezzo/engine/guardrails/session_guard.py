@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
-from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy, newest_good
+from mezzo.engine.guardrails.remedies import apply_remedy, newest_good, unchanged_policy
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot
 from mezzo.engine.snapshots.of_ranks import CompleteSnapshot, contents_for_rank, folder_of
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
-from mezzo.records import Alarm, GuardAction, Guardrails, Reason, Rewind
+from mezzo.records import Alarm, GuardAction, Guardrails, Rewind
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 MOST_REWINDS = 3
 """The most times that a training run returns to a snapshot."""
 _ACTIONS = ("note", "stop", "rewind")
-_KEEPS_POLICY = Reason(
-    what=POLICY, value=UNCHANGED, reason="a session's weights and optimizers are built for its policy"
-)
+_KEEPS_POLICY = unchanged_policy("a session's weights and optimizers are built for its policy")
 
 
 class SessionGuard:
@@ -137,7 +135,7 @@ class SessionGuard:
         set_contents(session, {**contents, "random": random}, in_all=in_all)
         snapshots.last_s = time.monotonic()  # a snapshot saved now would copy that one, and would count as progress
         vars(session.state.position).update(position)  # the data is not rewound: other batches follow
-        changes = apply_remedy(
+        changes, _ = apply_remedy(
             alarm.kind,
             [earlier for earlier in self.noticed.rewinds if earlier.snapshot >= saved.path.name],
             optimizers=session.optimizers,

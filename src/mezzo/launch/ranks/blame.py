@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_PEER_MISSING = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused)|closed by peer|broken pipe|socket|gloo|nccl|watchdog|distbackenderror"
-    r"|storage? timeout|time[d ]*-?out|heartbeat|tcpstore|rendezvous|store->|destroy_process_group",
-    re.IGNORECASE,
-)
-"""Words in the errors that a process raises because another process is missing."""
+from mezzo.error_texts import is_about_peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +36,6 @@ class ProcessEnd:
         if self.stopped or self.error is not None or not self.exit_code:
             return None if self.stopped else self.error
         return f"its script ended with exit code {self.exit_code}"
-
-
-def is_about_peer(error: str) -> bool:
-    """Return whether a process raised an error because another process is missing."""
-    return _PEER_MISSING.search(error) is not None
 
 
 def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:

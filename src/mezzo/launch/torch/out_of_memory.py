@@ -6,7 +6,6 @@ variables lead to. They are counted once the script has ended. A script that cat
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from mezzo.devices import cuda_devices_in_use
 from mezzo.engine.gradients import trained_leaves
+from mezzo.error_texts import is_of_full_host, requested_bytes
 from mezzo.launch.torch.state import Run
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.memory import optimizer_bytes, total_bytes
@@ -24,15 +24,13 @@ from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
 from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _MAX_MODULES = 5
-_CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error is that of a device or host without memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and _CPU_MESSAGE in str(error)
+        isinstance(error, RuntimeError) and is_of_full_host(str(error))
     )
 
 
@@ -86,12 +84,6 @@ def memory_of_devices() -> tuple[int, int]:
     devices = cuda_devices_in_use() or [torch.cuda.current_device()]
     properties = map(torch.cuda.get_device_properties, devices)
     return sum(map(torch.cuda.memory_allocated, devices)), sum(each.total_memory for each in properties)
-
-
-def requested_bytes(message: str) -> int | None:
-    """Return how many bytes were requested, from the message of torch's allocators."""
-    found = re.search(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", message)
-    return None if found is None else int(float(found[1]) * _UNITS.get(found[2], 1))
 
 
 def _frames(error: BaseException) -> Iterator[list[Any]]:

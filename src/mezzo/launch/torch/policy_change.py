@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, safer_policy
+from mezzo.engine.guardrails.remedies import SaferPolicy, policy_note, safer_policy, unchanged_policy
 from mezzo.engine.scaling import scale_for
 from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.restoring import find_premade
 from mezzo.launch.torch.state import Run
 from mezzo.policy import Policy
-from mezzo.records import AlarmKind, Reason
+from mezzo.records import AlarmKind
 
 
-def fall_back(run: Run, kind: AlarmKind) -> Reason:
+def fall_back(run: Run, kind: AlarmKind) -> SaferPolicy:
     """Change a run's policy to the next safer one after an alarm, if there is one; return the result, with the reason."""
     now = run.current
     obstacle = "the precision is the script's own" if now is None else _obstacle(run)
@@ -26,9 +26,9 @@ def fall_back(run: Run, kind: AlarmKind) -> Reason:
         if not isinstance(safer, str):
             policy, why = safer
             change_policy(run, policy, why)
-            return Reason(what=POLICY, value=f"{policy!s}, before {now!s}", reason=why)
+            return SaferPolicy(changed=True, note=policy_note(f"{policy!s}, before {now!s}", why))
         obstacle = safer
-    return Reason(what=POLICY, value=UNCHANGED, reason=obstacle)
+    return unchanged_policy(obstacle)
 
 
 def change_policy(run: Run, policy: Policy, why: str) -> None:
@@ -36,7 +36,7 @@ def change_policy(run: Run, policy: Policy, why: str) -> None:
     run.steady.end()
     run.policy_at_start = run.policy_at_start or (run.applied, run.emulates)
     run.current, run.applied = policy, for_scripts(policy)
-    run.changed_policy = Reason(what=POLICY, value=f"{policy!s} after step {run.recorder.num_closed}", reason=why)
+    run.changed_policy = policy_note(f"{policy!s} after step {run.recorder.num_closed}", why)
     run.forget_castings()
     device = run.recorder.clock.device or torch.device(run.device_type or "cpu")
     run.scale = scale_for(run.applied, device, known=True)

@@ -36,7 +36,7 @@ from mezzo.observe.lint.observer import Lint
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.policy import Policy
-from mezzo.records import OWN_16_BITS, Reason
+from mezzo.records import Reason
 
 if TYPE_CHECKING:
     from mezzo.launch.schedules import ScriptSchedules
@@ -62,6 +62,8 @@ class Run:
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
+    own_16_bits: str = ""
+    """The module whose weights the script itself keeps in 16 bits; empty if there is none."""
     schedules: ScriptSchedules
     """The script's schedulers, which wait at skipped updates."""
     compiles = False
@@ -257,7 +259,8 @@ class Run:
             self.note_left_alone("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
             where = conversion.where_16_bits(module, leave_out=self._cast_by_us)
-            self.note_left_alone(OWN_16_BITS, where, "the script itself keeps its weights in 16 bits")
+            self.own_16_bits = self.own_16_bits or where
+            self.note_left_alone("16-bit weights", where, "the script itself keeps its weights in 16 bits")
 
     def _leave_sparse_embeddings(self, module: nn.Module) -> None:
         sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())

@@ -162,7 +162,7 @@ def audit_record(
         trips=totals.round_trips(operations),
         products=products,
         device_type=device_type,
-        fixes=FIXES if run.framework.startswith("keras") else {},
+        fixes=FIXES if run.library == "keras" else {},
         capability=this_device(device_type).capability if device_type == "cuda" else None,
     )
     return AuditRecord(

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
 from mezzo.observe.limits import FITTING
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import ModuleError, RunRecord, Value
-from mezzo.records.run import leaves_range, refuses_format
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary between batches

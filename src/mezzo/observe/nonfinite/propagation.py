@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.devices import has_fp64
 from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.matrix_units.emulation import running
+from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
@@ -75,7 +76,6 @@ _MATERIAL = 2.0**-10
 """Share of a result's norm that may become 0 in one operation: hundreds in a row still lose less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
 """Operations whose results count as true: the loss scale has to follow from the overflow that was detected."""
-_REFUSED = "without overflow"
 _SQUARES = ("exp_avg_sq", "square_avg", "sum")
 """The names of squared gradients in the state of torch's optimizers, which divide by their root plus eps."""
 _SCALES = frozenset(("mul", "div", "foreach_mul", "foreach_div"))
@@ -552,7 +552,7 @@ class InfinityTracer(PlacingTracer):
         tensors = [read for read, _ in operation.read]
         narrow = min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize, default=FP32.dtype)
         self.raised = self._made_source(index, "raised", tensors, None, torch.empty(0, dtype=narrow))
-        if _REFUSED in str(error):
+        if leaves_range(str(error)):
             self._refused(index, operation)
 
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import json
 
-from mezzo.explain import NOT_HONOURED
-from mezzo.frameworks.paddle import PaddlePrecision, explain, to_paddle
+from mezzo.frameworks.paddle import PaddlePrecision, left_out, to_paddle
 from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home, common_home
@@ -19,8 +18,6 @@ from mezzo.patching.tree import keyword_of
 _WRITTEN = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf")
 """Arguments of GradScaler that are always written: their defaults differ between versions of Paddle."""
 _DEFAULTS = {"use_dynamic_loss_scaling": True, "incr_ratio": 2.0, "decr_ratio": 0.5}
-_STAYS = ("scale bounds", "norms", "communication")
-"""What Paddle cannot honour and a patch only notes: the format and the scale of every step are the policy's without it."""
 _PARALLEL = r"paddle\.DataParallel|(paddle\.)?(distributed\.)?fleet\.distributed_model"
 _LISTS = ("custom_white_list", "custom_black_list")
 
@@ -34,14 +31,14 @@ def settings_of(job: PatchJob) -> PaddlePrecision:
     policy = job.policy
     if policy.compute == "fp8":
         unclear(f"policy {policy}: paddle.amp does not train in FP8", "choose a policy in FP16 or BF16")
-    missing = [choice for choice in explain(policy) if choice.value.startswith(NOT_HONOURED)]
-    refused = [choice for choice in missing if choice.what not in _STAYS]
+    native, missing = to_paddle(policy), left_out(policy)
+    refused = [left.choice for left in missing if not left.same_steps]
     if refused:
         what = "; ".join(f"{choice.what} {choice.value}, because {choice.reason}" for choice in refused)
         unclear(f"policy {policy}: {what}", "run the script under mezzo run, or choose a policy without it")
-    for choice in missing:
+    for choice, _ in missing:
         job.note(choice.what, choice.value, choice.reason)
-    return to_paddle(policy)
+    return native
 
 
 def patch_loop(job: PatchJob) -> None:

@@ -188,6 +188,7 @@ class Banned:
                 f"line {found[0].lineno} uses binary cross entropy on probabilities, which torch.autocast refuses on CUDA: "
                 "probabilities near 0 and 1 have no 16-bit neighbours",
                 _BY_HAND,
+                only_in_style=True,
             )
 
 

@@ -36,7 +36,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
     curves = [curve for curve in detail.curves if curve.batches]
     if not curves:
-        why = next((note.reason for note in record.assumptions if note.what == "other batch sizes"), "")
+        why = record.no_other_batch
         description = f"Other batch sizes cannot be derived from this one{': ' if why else ''}{fmt.clean(why)}."
         return Nothing(name="batches", title=title, description=description)
     unit = fmt.clean(record.unit)

@@ -16,7 +16,7 @@ from mezzo.launch.torch.counting.inductor_graphs import counts_of
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
-from mezzo.records import NOT_COUNTED
+from mezzo.records import Effective
 
 Function = Callable[[Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
@@ -70,7 +70,8 @@ def test_a_higher_order_operator_is_listed() -> None:
 def test_a_policy_is_not_judged_by_a_part_of_the_products(uncounted: dict[str, str], no_effect: str) -> None:
     for by_format in ({}, {"fp32": 8}):
         counted = Counted(by_format=by_format, num_lowered=0, outside=0, switched_off=0, step=2, uncounted=uncounted)
-        found = effective(counted, Policy.parse("bf16"), emulates=False, left_alone=[])
+        found = effective(counted, Policy.parse("bf16"), emulates=False, uncounted=Effective())
         assert run("bf16", [1.0], effective=found).no_effect == no_effect
-        listed = {(one.value, one.reason) for one in found.left_alone if one.what == NOT_COUNTED}
+        listed = {(one.value, one.reason) for one in found.left_alone if one.what == "FLOPs not counted"}
         assert listed == set(uncounted.items())
+        assert found.uncounted == sorted(uncounted)

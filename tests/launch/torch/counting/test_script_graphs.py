@@ -97,6 +97,7 @@ def test_replays_of_what_trains_are_counted_and_captures_are_no_steps(
     steps = run.recorder.steps()
     assert len(steps) == 3
     assert all(loss == loss for loss in steps.loss)
+    assert measured.effective().num_replays == counted
     notes = [one for one in measured.effective().left_alone if one.what == "CUDA graph"]
     assert notes == ([Reason(what="CUDA graph", value="100 replays", reason=WHY)] if counted else [])
 

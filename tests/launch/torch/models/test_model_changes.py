@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mezzo import Policy
 from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.torch import TorchTraining, switched
-from mezzo.records import CHANNELS_LAST, COMPILED
 
 
 class Seeing(nn.Module):
@@ -55,7 +55,8 @@ def test_channels_last_changes_the_layout_of_weights_and_images_and_nothing_else
     assert optimizer.param_groups[0]["params"][0] is model.conv.weight
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, its)
-    assert [(one.what, one.value) for one in training.explanation()] == [(CHANNELS_LAST, "channels-last")]
+    assert [(one.what, one.value) for one in training.explanation()] == [("memory layout", "channels-last")]
+    assert training.effective().unmade_changes == {}
     assert elements() == 2 * 3 * 8 * 8
 
 
@@ -72,6 +73,7 @@ def test_a_model_without_images_is_left_alone() -> None:
         assert run.changed_models is not None
         assert run.changed_models.explanation() == []
         assert "channels-last" in {one.what for one in run.left_alone.values()}
+        assert counted.effective().unmade_changes == {"channels_last": "it has no convolution weights for images"}
 
 
 def test_a_model_is_compiled_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,4 +86,14 @@ def test_a_model_is_compiled_at_its_first_call(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "compile", compile)
     model, _, training, _ = trained(ModelChanges(compiles=True))
     assert made == [model._call_impl]
-    assert [(one.what, one.value) for one in training.explanation()] == [(COMPILED, "on")]
+    assert [(one.what, one.value) for one in training.explanation()] == [("torch.compile", "on")]
+
+
+def test_a_model_in_the_scripts_own_16_bits_is_named() -> None:
+    class Half(nn.Linear):
+        pass
+
+    with switched(Policy.parse("fp32")) as (_, counted):
+        Half(2, 1, dtype=torch.bfloat16)(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
+        assert counted.effective().own_16_bits == "Half"

@@ -160,12 +160,14 @@ class CountedStep:
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
         policy, emulates = self._run.policy_at_start or (self._run.applied, self._run.emulates)
-        return effective(
-            self._counted,
-            policy,
-            emulates=emulates,
+        changed = self._run.changed_models
+        uncounted = Effective(
             left_alone=[*self._run.left_alone.values(), *self._run.graphs.notes()],
+            num_replays=self._run.graphs.replays,
+            own_16_bits=self._run.own_16_bits,
+            unmade_changes={} if changed is None else changed.unmade(),
         )
+        return effective(self._counted, policy, emulates=emulates, uncounted=uncounted)
 
     def _parameters(self) -> Iterable[Tensor]:
         for root in list(self._run.roots):

@@ -17,7 +17,7 @@ import torch
 
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
-from mezzo.records import CUDA_GRAPH, Reason
+from mezzo.records import Reason
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
@@ -89,7 +89,7 @@ class ScriptGraphs:
         if not self.replays:
             return []
         why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
-        return [Reason(what=CUDA_GRAPH, value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
+        return [Reason(what="CUDA graph", value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)

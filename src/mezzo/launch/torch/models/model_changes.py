@@ -23,8 +23,10 @@ from mezzo.launch.torch.state import Run
 from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.records import CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, Reason
+from mezzo.records import ModelChange, Reason
 
+_CHECKPOINTING = "activation checkpointing"
+_NO_MODEL = "no model with weights to train was called in training mode"
 _IMAGE_DIMENSIONS = 4
 """Number of dimensions of a batch of images, and of a convolution's weight."""
 
@@ -37,7 +39,8 @@ class ChangedModels:
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """By model called so far, whether its inputs become channels-last."""
         self._elements: Counter[int] = Counter()
-        self._applied: dict[str, Reason] = {}
+        self._applied: dict[ModelChange, Reason] = {}
+        self._why_not: dict[ModelChange, str] = {}
         self._checkpoints = CheckpointedModels(changes.checkpoint) if changes.checkpoint else None
         self._to_compile: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         """Models to compile once they are checkpointed, with the names of their classes."""
@@ -75,6 +78,16 @@ class ChangedModels:
         """Return what was changed."""
         return [*self._applied.values(), *(self._checkpoints.explanation() if self._checkpoints is not None else [])]
 
+    def unmade(self) -> dict[ModelChange, str]:
+        """Return the requested changes that were not made to any model, and why."""
+        requested: dict[ModelChange, bool] = {
+            "channels_last": self._changes.channels_last,
+            "compile": self._changes.compiles,
+            "checkpoint": self._checkpoints is not None and not self._checkpoints.done,
+        }
+        missing = [change for change, is_requested in requested.items() if is_requested and change not in self._applied]
+        return {change: self._why_not.get(change, _NO_MODEL) for change in missing}
+
     def _change(self, module: nn.Module) -> bool:
         """Change one model; return whether its inputs become channels-last."""
         parameters = list(module.parameters())
@@ -92,20 +105,24 @@ class ChangedModels:
         kernels = [p for p in parameters if p.dim() == _IMAGE_DIMENSIONS]
         if not kernels:
             why = "it has no convolution weights for images"
-            self._run.note_left_alone("channels-last", name, why)
+            self._leave_alone("channels_last", "channels-last", name, why)
             return False
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in place: optimizers keep their parameters
         why = f"{len(kernels)} weights of {name}, and its input images"
-        self._applied.setdefault(CHANNELS_LAST, Reason(what=CHANNELS_LAST, value="channels-last", reason=why))
+        self._applied.setdefault("channels_last", Reason(what="memory layout", value="channels-last", reason=why))
         return True
 
     def _compile(self, module: nn.Module, name: str) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            self._run.note_left_alone(COMPILED, name, "the script compiles it itself")
+            self._leave_alone("compile", "torch.compile", name, "the script compiles it itself")
             return
         module.compile()
         why = f"{name} is compiled at its first call"
-        self._applied.setdefault(COMPILED, Reason(what=COMPILED, value="on", reason=why))
+        self._applied.setdefault("compile", Reason(what="torch.compile", value="on", reason=why))
+
+    def _leave_alone(self, change: ModelChange, what: str, name: str, why: str) -> None:
+        self._why_not.setdefault(change, why)
+        self._run.note_left_alone(what, name, why)
 
 
 def _channels_last(value: Any) -> Any:
@@ -127,7 +144,8 @@ class CheckpointedModels:
         """Start without models; ``wanted`` is a plan's name, or a budget for each model."""
         self._wanted = wanted
         self._known: WeakSet[nn.Module] = WeakSet()
-        self._done: list[Reason] = []
+        self.done: list[Reason] = []
+        """What was checkpointed, with what is kept and what is recomputed."""
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
         """Checkpoint ``model`` if this is its first call in training, with these arguments as the sample.
@@ -165,8 +183,7 @@ class CheckpointedModels:
 
     def explanation(self) -> list[Reason]:
         """Return what was checkpointed, with what is kept and what is recomputed."""
-        why = "no model with weights to train was called in training mode"
-        return self._done or [Reason(what=CHECKPOINTED, value=NOT_APPLIED, reason=why)]
+        return self.done or [Reason(what=_CHECKPOINTING, value="not applied", reason=_NO_MODEL)]
 
     def _checkpoint(
         self, model: nn.Module, name: str, call: Callable[[nn.Module], Any], casting: Casting | None
@@ -185,7 +202,7 @@ class CheckpointedModels:
                 hint="leave --checkpoint out, or change what the reason says",
             )
         plan.apply(model)
-        self._done.append(Reason(what=CHECKPOINTED, value=plan.name, reason=f"{name}: {_words(plan)}"))
+        self.done.append(Reason(what=_CHECKPOINTING, value=plan.name, reason=f"{name}: {_words(plan)}"))
 
 
 def _words(plan: CheckpointPlan) -> str:

@@ -129,7 +129,7 @@ def return_to_good(
         for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
     restored = [objects[name] for name, _, _ in contents["trained"]]
-    changes = apply_remedy(
+    changes, changed_policy = apply_remedy(
         alarm.kind,
         # A snapshot saved after a return has its changes already.
         [rewind for rewind in earlier if rewind.snapshot >= saved.path.name],
@@ -141,7 +141,14 @@ def return_to_good(
     if not changes:
         return "there is nothing to change that would help"
     step, snapshot = run.recorder.num_closed, saved.path.name
-    return Rewind(alarm=alarm.kind, step=step, snapshot=snapshot, updates=saved.updates, changes=changes)
+    return Rewind(
+        alarm=alarm.kind,
+        step=step,
+        snapshot=snapshot,
+        updates=saved.updates,
+        changes=changes,
+        changed_policy=changed_policy,
+    )
 
 
 def _weights(contents: Any) -> Iterator[Any]:

@@ -61,14 +61,9 @@ class MachineRates:
 
     def line(self, operation: CostedOperation) -> CostLine:
         """Return the line of the operation's kind; that of its class where its kind was not timed."""
-        kind = kind_of(operation)
-        fallbacks = (
-            kind,
-            kind.partition(f" {_THIN_WORD}")[0],
-            kind.removesuffix(" strided"),
-            kind.replace(" large", ""),
-            PRODUCTS if operation.flops else OTHERS,
-        )
+        parts = _parts_of(operation)
+        kinds = (parts, parts._replace(thin=""), parts._replace(strided=""), parts._replace(large=""))
+        fallbacks = (*map("".join, kinds), PRODUCTS if operation.flops else OTHERS)
         return next(self.lines[name] for name in fallbacks if name in self.lines)
 
     @classmethod
@@ -92,25 +87,37 @@ class MachineRates:
 
 _MAPPED_BYTES = 32 << 20
 """Above this size glibc maps fresh pages for each result, and the system clears them; on a GPU it is far out of the L2 cache."""
-_THIN, _THIN_WORD = 32, "thin"
+_THIN = 32
 """Products with a side below this are bound by reading their operands."""
+
+
+class _Parts(NamedTuple):
+    """The parts of a kind's name; a part that does not matter is empty."""
+
+    name: str
+    large: str
+    window: str
+    strided: str
+    thin: str
 
 
 def kind_of(operation: CostedOperation) -> str:
     """Return the operation's kind: its name, its format, and whatever else changes its rate."""
-    shape, kind = operation.shape, f"{operation.name} {operation.format}"
-    if operation.written_bytes > _MAPPED_BYTES:
-        kind += " large"
+    return "".join(_parts_of(operation))
+
+
+def _parts_of(operation: CostedOperation) -> _Parts:
+    shape, window = operation.shape, ""
+    name, large = f"{operation.name} {operation.format}", " large" if operation.written_bytes > _MAPPED_BYTES else ""
     if operation.name.startswith("convolution"):
         if shape.products > 1:
-            return f"{kind} {'depthwise' if is_depthwise(shape) else 'grouped'}{' strided' if _is_strided(operation) else ''}"
-        kind += " pointwise" if shape.window == 1 else " window"
-    if operation.flops:
-        sides = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth}
-        thinnest = min(sides, key=lambda side: sides[side])
-        if 0 < sides[thinnest] <= _THIN:
-            kind += f" {_THIN_WORD} {thinnest}"
-    return kind
+            groups = " depthwise" if is_depthwise(shape) else " grouped"
+            return _Parts(name, large, groups, " strided" if _is_strided(operation) else "", "")
+        window = " pointwise" if shape.window == 1 else " window"
+    sides = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth} if operation.flops else {}
+    thinnest = min(sides, key=lambda side: sides[side], default="")
+    is_thin = bool(sides) and 0 < sides[thinnest] <= _THIN
+    return _Parts(name, large, window, "", f" thin {thinnest}" if is_thin else "")
 
 
 def _is_strided(operation: CostedOperation) -> bool:

@@ -39,6 +39,8 @@ class ScriptPlan:
     """``samples``, or ``steps`` where the samples of a batch are not known."""
     optimizer: str
     assumptions: list[Reason]
+    no_other_batch: str
+    """Why other batch sizes do not follow from the script's own; empty if they do."""
     channels_last: bool | None
     """Whether convolutions have channels-last weights or inputs; None without convolutions."""
 
@@ -116,13 +118,15 @@ def script_plan(
         grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
     )
     source = other_tapes[0].size_at if other_tapes else ""
+    no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
     return ScriptPlan(
         tapes=tapes,
         refused=refused,
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, batch_in_arguments, followed=followed, uneven=uneven, why=why, size_at=source),
+        assumptions=_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
+        no_other_batch=no_other,
         channels_last=_layout(known),
     )
 
@@ -266,7 +270,7 @@ def _layout(known: ScriptTape) -> bool | None:
 
 
 def _assumptions(
-    known: ScriptTape, batch_in_arguments: int | None, *, followed: bool, uneven: bool, why: str, size_at: str
+    known: ScriptTape, batch_in_arguments: int | None, *, no_other: str, uneven: bool, size_at: str
 ) -> list[Reason]:
     size, num_batches = batch_in_arguments or known.batch, known.num_batches
     assumptions = [numbers_read("script", known.read_at)]
@@ -302,7 +306,7 @@ def _assumptions(
         origin = "the first dimension of the model's inputs"
     many = f", {num_batches} of them an update" if num_batches > 1 else ""
     add("batch", f"{size} samples{many}", origin)
-    if followed:
+    if not no_other:
         where = f"set by {size_at}; " if size_at else ""
         sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
@@ -310,7 +314,7 @@ def _assumptions(
             how += "; those of tensors that compare samples with each other, with its square"
         add("other batch sizes", "follow", how)
     else:
-        add("other batch sizes", "do not follow", f"{why}; {_WRITE_BATCH}")
+        add("other batch sizes", "do not follow", no_other)
     return assumptions
 
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mezzo.error_texts import advice_for, refuses_format
 from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
-from mezzo.measure.advice import advice_for
 from mezzo.measure.predict.script.tape_server import ONLY_PROCESS, PROGRAM, current_server, environment
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
-from mezzo.records.run import BATCH, refuses_format
+from mezzo.records.run import BATCH
 from mezzo.temporary import temporary_folder
 
 _TAIL = 4
