@@ -429,25 +429,180 @@ def test_dtype_names_stay_in_their_rooms() -> None:
     assert set(found) == set(DTYPE_EXCEPTIONS), found
 
 
-# --- 8b. a session's private parts: only its state is read by other files ---
+# --- 8b. no file reaches into an object of another file ---
+
+REACH = re.compile(r"mezzo/(\S+?):\d+: error: mezzo\.(\S+)  \[reach\]")
+REACHED: dict[str, int] = {
+    # class: how often another file sets one of its attributes or reads a private one
+    "cli.budget.Budget": 2,
+    "compat.apex.amp.optimizers.AmpOptimizer": 1,
+    "compat.apex.amp.state.AmpState": 10,
+    "compat.driven.Driven": 2,
+    "engine.kernels.batch.Batch": 1,
+    "engine.matrix_units.emulation_nodes.InnerMemory": 4,
+    "engine.optimizers.master_weights.MasterWeights": 1,
+    "engine.optimizers.one_pass.OnePass": 1,
+    "engine.processes.agreement.Agreement": 1,
+    "engine.processes.replicas.Replica": 1,
+    "engine.progress.Progress": 10,
+    "engine.scaling.DynamicScale": 1,
+    "engine.scaling.NoScale": 1,
+    "engine.snapshots.resumable.Snapshots": 1,
+    "engine.state.SessionState": 3,
+    "engine.window.Window": 9,
+    "errors.NotSavable": 2,
+    "launch.keras.nonfinite.eager_values.EagerValues": 6,
+    "launch.keras.state.KerasRun": 18,
+    "launch.keras.state.ThreadState": 10,
+    "launch.paddle.gradients.backward.BackwardPasses": 1,
+    "launch.paddle.operations.Operations": 2,
+    "launch.paddle.state.HostScale": 1,
+    "launch.paddle.state.PaddleRun": 11,
+    "launch.paddle.state.ThreadState": 8,
+    "launch.paddle.tape.Tape": 13,
+    "launch.ranks.leading.Leader": 2,
+    "launch.ranks.meeting.Meeting": 1,
+    "launch.ranks.torchrun_error.FailureReason": 8,
+    "launch.several.tune.Tune": 1,
+    "launch.torch.counting.script_graphs.ScriptGraphs": 1,
+    "launch.torch.snapshots.loops.Loops": 1,
+    "launch.torch.snapshots.proof.Proof": 1,
+    "launch.torch.snapshots.walk.Walk": 2,
+    "launch.torch.state.Run": 61,
+    "launch.torch.thread_state.ThreadState": 16,
+    "launch.torch.updates.by_hand.UpdatesByHand": 1,
+    "launch.torch.updates.left_out.LeftOutUpdates": 1,
+    "measure.effective.Counted": 5,
+    "measure.flops.FlopCounter": 1,
+    "measure.plain_steps.PlainSteps": 1,
+    "measure.predict.recorder.Recorder": 22,
+    "measure.predict.script.batches.ScriptBatches": 1,
+    "measure.predict.tape.MemoryBlock": 2,
+    "measure.predict.tape.TrainingTape": 8,
+    "measure.step_clock.StepClock": 5,
+    "measure.steps.StepRecorder": 2,
+    "observe.audit.merged.AuditRow": 2,
+    "observe.fallback.evidence.Measurements": 3,
+    "observe.lint.gradients.GradientState": 22,
+    "observe.lint.scalers.Scalers": 1,
+    "observe.nonfinite.evidence.NonFiniteResult": 1,
+    "observe.nonfinite.evidence.Source": 10,
+    "observe.nonfinite.propagation.InfinityTracer": 1,
+    "observe.nonfinite.recomputing.Recomputable": 1,
+    "observe.observer.ObservedRun": 3,
+    "observe.observer.Observer": 1,
+    "observe.trace.ThreadNodes": 6,
+    "observe.trace.TracedProduct": 2,
+    "patching.regions.Regions": 1,
+}
 
 
-def private_reads_of_sessions(sources: dict[str, str]) -> list[str]:
-    """Return where a file reads a private name of a session."""
-    return [
-        f"{path}: {found}"
-        for path, source in sources.items()
-        for found in re.findall(r"\b(?:session|_session|sessions\[\w+\])\._[a-z]\w*", source)
-    ]
+def reaches(folder: Path, packages: Path) -> list[tuple[str, str]]:
+    """Return each file below ``packages`` that reaches into an object of another file, with the attribute (``reaches.py``).
+
+    Args:
+        folder: for the settings and the cache of mypy.
+        packages: where the package ``mezzo`` lies.
+    """
+    pytest.importorskip("mypy")
+    project = (TESTS.parent / "pyproject.toml").read_text(encoding="utf-8")
+    overrides = project[project.index("[[tool.mypy.overrides]]") : project.index("[tool.pytest")]
+    plugin = TESTS / "project" / "reaches.py"
+    (folder / "pyproject.toml").write_text(
+        f"[tool.mypy]\nplugins = ['{plugin}']\npackages = ['mezzo']\nmypy_path = '{packages}'\n{overrides}",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-error-summary"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return REACH.findall(done.stdout)
 
 
-def test_no_file_reads_a_private_name_of_a_session() -> None:
-    assert private_reads_of_sessions(SOURCES) == []
+def test_no_file_reaches_into_an_object_of_another(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.cache is not None
+    found = reaches(pytestconfig.cache.mkdir("reaches"), ROOT.parent)
+    assert Counter(name.rpartition(".")[0] for _, name in found) == REACHED
 
 
-def test_a_private_read_of_a_session_is_found() -> None:
-    sources = {"a.py": "self._session._window.calls", "b.py": "session.state.window", "c.py": "session._x = 1"}
-    assert private_reads_of_sessions(sources) == ["a.py: _session._window", "c.py: session._x"]
+SMALL_PACKAGE = {
+    "a.py": """
+from typing import NamedTuple
+
+class A:
+    x = 1
+    def __init__(self) -> None:
+        self.y, self._z = 1, 2
+    def _run(self) -> None:
+        self.y = 2
+
+class B(NamedTuple):
+    n: int
+
+def same_file(a: A) -> None:
+    a.x = a._z
+""",
+    "b.py": """
+import threading
+from mezzo.a import A, B
+
+class C(A):
+    def grow(self) -> None:
+        self.y += self._z
+        super()._run()
+
+class Holder:
+    def __init__(self, a: A) -> None:
+        self.a = a
+
+def others(a: A, b: B, holder: Holder, thread: threading.Thread) -> None:
+    print(a.x, b._replace(n=2), holder.a.y)
+    thread.name = "t"
+
+def sets(a: A) -> None:
+    a.x = 3
+
+def sets_under_another_name(holder: Holder) -> None:
+    c = holder.a
+    c.y += 1
+    setattr(c, "y", 1)
+    c.__dict__["y"] = 1
+
+def reads(self: A) -> None:
+    self._run()
+    print(self._z)
+""",
+}
+
+
+def test_a_file_that_reaches_into_an_object_of_another_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mezzo").mkdir()
+    for name, source in {"__init__.py": "", **SMALL_PACKAGE}.items():
+        (tmp_path / "mezzo" / name).write_text(source, encoding="utf-8")
+    reached = ["x", "y", "setattr", "__dict__", "_run", "_z"]
+    assert reaches(tmp_path, tmp_path) == [("b.py", f"a.A.{name}") for name in reached]
+
+
+OF_APEX = "_amp_state"
+"""A name that scripts import from Apex."""
+
+
+def private_names_taken(sources: dict[str, str]) -> list[str]:
+    """Return the private names that a file takes from a module of Mezzo."""
+    found = []
+    for path, source in sources.items():
+        imports = [n for n in nodes_of(source) if isinstance(n, ast.ImportFrom) and str(n.module).startswith("mezzo")]
+        names = [alias for node in imports for alias in node.names]
+        known = {alias.asname or alias.name for alias in names}
+        read = (n for n in nodes_of(source) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+        taken = [alias.name for alias in names] + [n.attr for n in read if n.value.id in known and n.value.id.islower()]
+        found += [f"{path}: {name}" for name in taken if re.match(r"_[a-z]", name, re.IGNORECASE) and name != OF_APEX]
+    return found
+
+
+def test_no_file_takes_a_private_name_of_a_module() -> None:
+    small = {"a.py": "from mezzo.engine import _x, checks\nchecks._y()\n", "b.py": "import torch\ntorch._z\nself._x\n"}
+    assert private_names_taken(small) == ["a.py: _x", "a.py: _y"]
+    assert private_names_taken(SOURCES) == []
 
 
 # --- 9. one definition of each constant, and tests that mirror the source ---
