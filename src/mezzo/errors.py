@@ -105,8 +105,10 @@ class SnapshotError(MezzoError, RuntimeError):
 class NotSavable(SnapshotError):
     """Something that a script's loop can reach cannot be saved, or the loop cannot be entered again."""
 
-    lasting = False
-    """Whether it will be so in the loops around as well."""
+    def __init__(self, message: str, *, hint: str, lasting: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.lasting = lasting
+        """Whether it will be so in the loops around as well."""
 
 
 class GuardError(MezzoError, RuntimeError):

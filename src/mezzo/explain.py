@@ -5,14 +5,10 @@ from __future__ import annotations
 import html
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-
-if TYPE_CHECKING:
-    from mezzo.policy import Policy
-
+from mezzo.policyfields import PolicyFields
 
 NOT_HONOURED = "not honoured"
 """The first words of a choice's value if a framework cannot do what the policy asks."""
@@ -52,7 +48,7 @@ class Choices(list[Choice]):
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
-def in_short(policy: Policy) -> str:
+def in_short(policy: PolicyFields) -> str:
     """Return a policy in one line: its compute format, the format of weights, its loss scale."""
     if not policy.lowers:
         return f"computes in {policy.compute}, casts nothing"
@@ -66,7 +62,7 @@ def in_short(policy: Policy) -> str:
     return "; ".join(words)
 
 
-def explain(policy: Policy, device: Device | str) -> Choices:
+def explain(policy: PolicyFields, device: Device | str) -> Choices:
     """Return what ``policy`` does on ``device``, one choice per line.
 
     Raises:
@@ -93,7 +89,7 @@ def _choice(what: str, value: str, reason: str) -> Choice:
     return Choice(what=what, value=value, reason=reason)
 
 
-def _compute(policy: Policy, device: Device, arithmetic: str, why: str) -> Choice:
+def _compute(policy: PolicyFields, device: Device, arithmetic: str, why: str) -> Choice:
     if policy.compute == "tf32":
         level = device.support(policy.required_formats[0]).level
         value = "tf32 matrix products" if level == "native" else "fp32 matrix products"
@@ -103,7 +99,7 @@ def _compute(policy: Policy, device: Device, arithmetic: str, why: str) -> Choic
     return _choice("compute", f"{policy.compute}, {arithmetic} on {device.name}", why)
 
 
-def _recipe(policy: Policy) -> Choice:
+def _recipe(policy: PolicyFields) -> Choice:
     e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
     value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
     if policy.fp8_recipe == "tensorwise":
@@ -120,7 +116,7 @@ def _fp8_speed(arithmetic: str) -> Choice:
     return _choice("speed", "slower than bf16", reason)
 
 
-def weights(policy: Policy) -> Choice:
+def weights(policy: PolicyFields) -> Choice:
     """Return the format that the weights are kept in."""
     if policy.casting != "model":
         reason = "the optimizer updates them in FP32, so small updates are kept"
@@ -132,7 +128,7 @@ def weights(policy: Policy) -> Choice:
     return _choice("weights", f"{policy.compute} only", reason)
 
 
-def loss_scale(policy: Policy) -> Choice:
+def loss_scale(policy: PolicyFields) -> Choice:
     """Return how the loss is scaled."""
     if policy.loss_scale == "dynamic":
         value = f"dynamic from {policy.init_scale:g}, grows every {policy.growth_interval} updates"
@@ -145,7 +141,7 @@ def loss_scale(policy: Policy) -> Choice:
     return _choice("loss scale", "none", f"gradients in {policy.storage.name} have FP32's range")
 
 
-def _lists(policy: Policy) -> Choice:
+def _lists(policy: PolicyFields) -> Choice:
     if policy.op_lists == "device":
         return _choice("op lists", "the device's", "whatever torch.autocast does on this device")
     counts = {p: sum(f.precision == p for f in oplists.FAMILIES) for p in oplists.USER_LISTS}
@@ -153,7 +149,7 @@ def _lists(policy: Policy) -> Choice:
     return _choice("op lists", value, "CUDA autocast's lists, the same on every device")
 
 
-def _communication(policy: Policy) -> list[Choice]:
+def _communication(policy: PolicyFields) -> list[Choice]:
     choices = []
     if policy.reduce != "auto":
         value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
@@ -171,14 +167,14 @@ def _communication(policy: Policy) -> list[Choice]:
     return choices
 
 
-def communication_left_out(policy: Policy) -> list[Choice]:
+def communication_left_out(policy: PolicyFields) -> list[Choice]:
     """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
     reason = "formats of communication are set, and emulated, for PyTorch only"
     requested = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
     return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in requested]
 
 
-def _user_lists(policy: Policy) -> list[Choice]:
+def _user_lists(policy: PolicyFields) -> list[Choice]:
     return [
         _choice("user op lists", f"{', '.join(names)}: {precision}", "the policy names them")
         for precision in oplists.USER_LISTS
@@ -186,13 +182,13 @@ def _user_lists(policy: Policy) -> list[Choice]:
     ]
 
 
-def modules(policy: Policy) -> list[Choice]:
+def modules(policy: PolicyFields) -> list[Choice]:
     """Return which modules the policy keeps in FP32, if any."""
     value = f"{', '.join(policy.fp32_modules)} in fp32"
     return [_choice("modules", value, "the policy keeps them in FP32")] if policy.fp32_modules else []
 
 
-def _norms(policy: Policy) -> Choice:
+def _norms(policy: PolicyFields) -> Choice:
     if policy.norms == "fp32":
         return _choice("normalisation layers", "fp32", "sums of squares leave 16-bit range or precision")
     return _choice("normalisation layers", policy.compute, "the policy casts the whole model")

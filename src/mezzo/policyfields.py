@@ -1,13 +1,13 @@
-"""Allowed values of a policy's fields, and allowed combinations; errors say what is allowed."""
+"""The fields of a policy, their allowed values and combinations; errors say what is allowed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from mezzo.errors import PolicyError, nearest
-
-if TYPE_CHECKING:
-    from mezzo.policy import Policy
+from mezzo import formats
+from mezzo.devices import Device
+from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Casting = Literal["none", "ops", "model"]
@@ -50,7 +50,110 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def check_policy(policy: Policy) -> None:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PolicyFields:
+    """The fields of a ``Policy``, and what follows from them."""
+
+    name: str = "fp32"
+    """The preset that it is based on."""
+    compute: Compute = "fp32"
+    """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
+    casting: Casting = "none"
+    """``ops``: operation by operation, by the op lists. ``model``: the model's weights and inputs are cast."""
+    norms: Literal["fp32", "compute"] = "fp32"
+    """With ``casting=model``: the format of normalisation layers."""
+    master_weights: bool = False
+    """With ``casting=model``: the optimizer updates FP32 copies of the weights."""
+    loss_scale: LossScale = "none"
+    init_scale: float = 65536.0
+    """Loss scale at the start; the loss scale itself when ``loss_scale=static``."""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    """Updates without overflow after which the scale grows."""
+    hysteresis: int = 1
+    """Overflows in a row before the scale backs off."""
+    min_scale: float = 2.0**-24
+    """Floor of the dynamic scale; reaching it with gradients that still overflow is an error."""
+    max_scale: float = 2.0**24
+    arithmetic: Arithmetic = "auto"
+    """``native`` kernels, ``emulated`` ones, or the better of the two for the device."""
+    op_lists: OpLists = "portable"
+    """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
+    fp8_formats: Fp8Formats = "ocp"
+    """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
+    reduce: Exchanged = "auto"
+    """Format in which gradients are summed over processes; ``auto``: the one that they are in."""
+    gather: Exchanged = "auto"
+    """Format in which ``fully_shard`` gathers weights; ``auto``: as the script says."""
+    world: int = 1
+    """In one process: the number of processes whose reduction is emulated; 1 for none."""
+    reduce_order: ReduceOrder = "ring"
+    """Order of an emulated reduction's sum: one process after the other (``ring``), or by pairs (``tree``)."""
+    lower: tuple[str, ...] = ()
+    """Families or operations to run in the compute format, beyond the lists."""
+    fp32: tuple[str, ...] = ()
+    """Families or operations to run in FP32, beyond the lists."""
+    widest: tuple[str, ...] = ()
+    """Families or operations to run in the widest format of their operands, beyond the lists."""
+    fp32_modules: tuple[str, ...] = ()
+    """Name patterns (``*`` and ``?``) of modules that are kept in FP32."""
+
+    @property
+    def storage(self) -> formats.Format:
+        """The format that low-precision tensors are stored in (BF16 under ``fp8``)."""
+        stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
+        return formats.FORMATS[stored]
+
+    @property
+    def lowers(self) -> bool:
+        """Whether any tensor is cast below FP32."""
+        return self.casting != "none"
+
+    @property
+    def required_formats(self) -> tuple[formats.Format, ...]:
+        """The formats that the device has to compute in."""
+        if self.compute == "fp8":
+            return formats.FP8_PAIRS[self.fp8_formats]
+        return (formats.FORMATS[self.compute],)
+
+    def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
+        """Return how the compute format is calculated on ``device``, and why.
+
+        Raises:
+            UnsupportedFormatError: native arithmetic was requested on a device that has none.
+        """
+        supports = [device.support(fmt) for fmt in self.required_formats]
+        if self.fp8_recipe == "rowwise":
+            supports.append(device.support_for_row_scales(self.required_formats[0]))
+        worst = next((s for s in supports if s.level != "native"), supports[0])
+        if not self.lowers:
+            return "native", worst.reason
+        if worst.level == "impossible":
+            raise UnsupportedFormatError(
+                f"policy {self!s} cannot compute in {worst.format} on {device.name}: {worst.reason}",
+                hint="choose another device: mezzo doctor lists those of this machine",
+            )
+        if self.arithmetic == "emulated":
+            return "emulated", "the policy asks for emulated arithmetic"
+        if self.arithmetic == "native" or self.op_lists == "device":
+            return "native", self._native_reason(device, worst.level, worst.reason)
+        return ("native" if worst.level == "native" else "emulated"), worst.reason
+
+    def _native_reason(self, device: Device, level: str, reason: str) -> str:
+        # torch has slow 16-bit kernels for every CPU, but trains in FP8 on GPUs only.
+        if level != "native" and (device.kind != "cpu" or self.compute == "fp8"):
+            raise UnsupportedFormatError(
+                f"policy {self!s} asks for native {self.compute} arithmetic on {device.name}: {reason}",
+                hint="leave arithmetic=auto and op_lists=portable, which emulate it here, or choose another format",
+            )
+        why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
+        return f"the policy {why}; {reason}"
+
+
+def check_policy(policy: PolicyFields) -> None:
     """Refuse values outside what a field allows, and fields that contradict each other.
 
     Raises:
@@ -61,7 +164,7 @@ def check_policy(policy: Policy) -> None:
     _check_combination(policy)
 
 
-def _check_words(policy: Policy) -> None:
+def _check_words(policy: PolicyFields) -> None:
     for field, allowed in WORDS.items():
         value = getattr(policy, field)
         if not any(value == word and type(value) is type(word) for word in allowed):  # 1 == True
@@ -71,7 +174,7 @@ def _check_words(policy: Policy) -> None:
             )
 
 
-def _check_numbers(policy: Policy) -> None:
+def _check_numbers(policy: PolicyFields) -> None:
     for field, (low, high) in RANGES.items():
         value = getattr(policy, field)
         kinds, noun = ((int,), "whole number") if field in COUNTS else ((int, float), "number")
@@ -102,7 +205,7 @@ def _is_name(value: object) -> bool:
     return value.isprintable() and not set(value) & set(SEPARATORS)
 
 
-def _check_combination(policy: Policy) -> None:
+def _check_combination(policy: PolicyFields) -> None:
     if (policy.casting == "none") != (policy.compute in ("fp32", "tf32")):
         raise PolicyError(
             f"compute={policy.compute} and casting={policy.casting} contradict each other",
@@ -133,7 +236,7 @@ def _check_combination(policy: Policy) -> None:
     _check_communication(policy)
 
 
-def _check_communication(policy: Policy) -> None:
+def _check_communication(policy: PolicyFields) -> None:
     if policy.world > 1 and policy.reduce == "auto":
         raise PolicyError(
             f"world={policy.world} emulates a reduction, and reduce=auto names no format for it",

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 import mezzo
 from helpers_engine import batches
 from mezzo import Session
-from mezzo.engine.descriptions import host_value, session_text
+from mezzo.engine.descriptions import host_value
 from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
 from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale
 
@@ -60,7 +60,7 @@ def test_what_is_on_a_device_is_not_read() -> None:
         session = Session(net, torch.optim.SGD(net.parameters(), lr=0.1), policy="fp32")
     session.state.progress.skips = torch.zeros((), device="meta")  # reading it would raise, where a GPU's would wait
     vars(session)["device"] = torch.device("cuda", 1)
-    assert session_text(session).splitlines()[-1] == (
+    assert repr(session).splitlines()[-1] == (
         "  so far   0 updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on cuda:1: reading one waits"
     )
     assert repr(StaticScale(8.0, "meta")) == "StaticScale(on meta)"

@@ -18,7 +18,7 @@ import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.kernels import reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch
-from mezzo.engine.loop_checks import NoWatch
+from mezzo.engine.state import NoWatch
 from processes import leave_process_group
 
 POLICIES = ["fp32", "bf16", "fp16", "fp16:hysteresis=2", "bf16-master", "fp16-master"]

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import mezzo
 from fake_cuda import DeviceBytes, Linear, fake_gpus, step
-from mezzo.engine.loop_checks import NoWatch
 from mezzo.engine.snapshots import contents
+from mezzo.engine.state import NoWatch
 
 SIZE, LAYERS = 64, 4
 LARGEST = 4 * SIZE * SIZE

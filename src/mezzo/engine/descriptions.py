@@ -1,4 +1,4 @@
-"""Sessions, optimizers and tensors in words, for ``repr``: a few lines for a person in a notebook or a debugger.
+"""Optimizers and tensors in words, for ``repr``: a few lines for a person in a notebook or a debugger.
 
 Only values on the host are shown. A number on a GPU stays there, and the text says how to read it: a debugger must not make a program
 wait for the device.
@@ -6,17 +6,13 @@ wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.formats import FORMATS
-
-if TYPE_CHECKING:
-    from mezzo.engine.optimizers.one_pass import OnePass
-    from mezzo.engine.session import Session
 
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused")
 """Settings of torch's optimizers that have no effect in ours."""
@@ -48,7 +44,7 @@ def tensors_text(tensors: Iterable[Tensor]) -> str:
     return f"{sum(t.numel() for t in found):,} values in {count}" + "".join(f", {kind}" for kind in kinds)
 
 
-def one_pass_text(optimizer: OnePass) -> str:
+def one_pass_text(optimizer: Optimizer) -> str:
     """Return an optimizer's parameters and settings: those of its first group, then the differences of the others."""
     name = type(optimizer).__name__
     if not getattr(optimizer, "param_groups", None):  # a debugger shows it while its constructor runs
@@ -57,7 +53,8 @@ def one_pass_text(optimizer: OnePass) -> str:
     keys = [key for key in optimizer.defaults if key not in _NO_EFFECT]
     first, *others = ({key: _setting(group[key]) for key in keys} for group in optimizer.param_groups)
     settings = {key: text for key, text in first.items() if text != "False"}
-    lines = [f"{name}({_listed(settings)}): {tensors_text(optimizer.parameters())}"]
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    lines = [f"{name}({_listed(settings)}): {tensors_text(parameters)}"]
     for number, group in enumerate(others[:_SHOWN_GROUPS], start=1):
         differing = {key: value for key, value in group.items() if value != first.get(key)}
         lines.append(f"  group {number}: {_listed(differing) or 'the same'}")
@@ -74,46 +71,8 @@ def _listed(settings: dict[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def session_text(session: Session) -> str:
-    """Return a session's models, optimizers, window and progress."""
-    if not hasattr(session, "_watch_rounding"):  # a debugger shows it while its constructor runs
-        return f"{type(session).__name__}()"
-    lines = [
-        f"{type(session).__name__}(policy={str(session.policy)!r}) on {session.device}",
-        f"  trains   {_models(session.models)}",
-        f"  with     {_optimizers(session.optimizers, session.schedulers)}",
-        f"  window   {_window(session)}",
-        f"  so far   {_so_far(session)}",
-    ]
-    return "\n".join(lines)
-
-
-def _models(models: Sequence[nn.Module]) -> str:
-    names = ", ".join(type(model).__name__ for model in models)
-    parameters = dict.fromkeys(p for model in models for p in model.parameters())
-    return f"{names}: {tensors_text(parameters)}"
-
-
-def _optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> str:
-    return ", ".join([_optimizer(one) for one in optimizers] + [type(one).__name__ for one in schedulers])
-
-
-def _optimizer(optimizer: Optimizer) -> str:
+def optimizer_text(optimizer: Optimizer) -> str:
+    """Return the name and the learning rates of any optimizer."""
     known = "/".join(dict.fromkeys(_setting(group["lr"]) for group in optimizer.param_groups if "lr" in group))
     home = "" if type(optimizer).__module__.startswith("torch.") else f"{type(optimizer).__module__.split('.')[0]}."
     return f"{home}{type(optimizer).__name__}" + (f"(lr={known})" if known else "")
-
-
-def _window(session: Session) -> str:
-    count = session.accumulate
-    words = ["1 micro-batch" if count == 1 else f"{count} micro-batches, {session.state.window.calls} of them done"]
-    limits = {"clip_norm": session.clip_norm, "clip_value": session.clip_value}
-    return ", ".join(words + [f"{name}={limit:g}" for name, limit in limits.items() if limit is not None])
-
-
-def _so_far(session: Session) -> str:
-    closed, skipped = session.state.progress.windows, host_value(session.state.progress.skips)
-    if skipped is None:
-        return f"{closed} updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on {session.device}: reading one waits"
-    scales = ", ".join(f"loss scale {scale.value():g}" if scale.checks else "no loss scale" for scale in session.scales)
-    return f"{closed - int(skipped)} updates, {int(skipped)} skipped; {scales}"

@@ -3,65 +3,33 @@
 A wrong loop is wrong from its first step, so only three windows are checked in full: identities, formats and version counters of
 tensors, and once the last operations of the loss. Nothing is read from the device, with one exception: if the very last
 operation multiplies or divides the loss by one number, that number.
-
-In every window, a session notices when another session has taken over its model, or when the model was cast or moved.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakSet
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
+from mezzo.engine.state import NoWatch, Region, SessionParts
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
-
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
-
-Region: TypeAlias = AbstractContextManager[Any]
-
-_LIVE: WeakSet[Ownership] = WeakSet()
-_format_of = operator.attrgetter("dtype")
 
 WINDOWS = 3
 """Number of checked windows: mistakes of one window show in the next, and the first update may be skipped."""
 
 
-class NoWatch:
-    """No checks, for all windows after the first ones."""
-
-    def region(self, region: Region) -> Region:
-        """Return the session's region, with its checks."""
-        return region
-
-    def before_backward(self, loss: Tensor, *, opens: bool) -> None:
-        """Check the state before a backward pass; ``opens`` says whether it is its window's first."""
-
-    def after_backward(self) -> None:
-        """Record the state after a backward pass."""
-
-    def gradients_moved(self) -> None:
-        """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
-
-    def before_update(self) -> NoWatch:
-        """Check the gradients before an update; return the checks of the next window."""
-        return self
-
-
 class FirstWindows(NoWatch):
     """Checks of the calls of a session's first windows."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SessionParts) -> None:
         self._session = session
         self._parameters = parameters_of(session.models)
         self._trained = trained_by(session.optimizers)  # before masters take their places
@@ -129,12 +97,13 @@ class FirstWindows(NoWatch):
         """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
         self._last_gradient = None
 
-    def before_update(self) -> NoWatch:
-        """Check the gradients before an update; return the checks of the next window."""
+    def before_update(self) -> None:
+        """Check the gradients before an update; that of the last checked window ends the checks."""
         self._warn_of_changed_gradients()
         self._last_gradient = None
         self._closed += 1
-        return self if self._closed < WINDOWS else NoWatch()
+        if self._closed == WINDOWS:
+            self._session.state.end_checks()
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
@@ -279,53 +248,12 @@ def _is_a_sum(node: Any) -> bool:
     return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)
 
 
-class Ownership:
-    """The parameters with which a session was built, which no other session may train, and the models' formats and devices."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Take the parameters over from any session that has them.
-
-        That is an error only if the other session continues to train: rerunning a notebook cell builds its session again.
-        """
-        self.lost = False
-        """Whether another session has the model now."""
-        self._parameters = {p for p in parameters_of(models) if p.requires_grad}  # a frozen part may serve several
-        for other in list(_LIVE):
-            if not self._parameters.isdisjoint(other._parameters):
-                other.lost = True
-        _LIVE.add(self)
-        first = (next((p for p in model.parameters() if p.is_floating_point()), None) for model in models)
-        self._places = [(p, p.device) for p in first if p is not None]
-        """One parameter of each model: moving a model affects all of them."""
-        self._all = parameters_of(models)
-        self._formats = list(map(_format_of, self._all))
-
-    def check_formats(self) -> None:
-        """Refuse a model that was cast or moved since the session was built.
-
-        Raises:
-            SessionError: a model was cast or moved.
-        """
-        if list(map(_format_of, self._all)) != self._formats:  # some 30 ns for each
-            one, before = next((p, f) for p, f in zip(self._all, self._formats, strict=True) if p.dtype is not f)
-            raise SessionError(
-                f"weights of shape {tuple(one.shape)} are {one.dtype}, and were {before} when the session was built",
-                hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
-            )
-        for parameter, device in self._places:
-            if parameter.device != device:
-                raise SessionError(
-                    f"the model is on {parameter.device}, and was on {device} when the session was built",
-                    hint="move the model first, then build optimizer and session",
-                )
-
-
 def in_fp32(construct: Callable[..., None]) -> Callable[..., None]:
     """Return a session's constructor that creates an FP32 session without checks: any autocast that it saw would not be the script's."""
 
     @functools.wraps(construct)
-    def init(session: Session, *args: Any, **settings: Any) -> None:
+    def init(session: SessionParts, *args: Any, **settings: Any) -> None:
         construct(session, *args, **{**settings, "policy": "fp32"})
-        session.state.watch = NoWatch()
+        session.state.end_checks()
 
     return init

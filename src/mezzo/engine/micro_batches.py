@@ -16,7 +16,7 @@ memory for the gradients of this batch in addition to those of the earlier ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,25 +25,31 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mezzo.engine.gradients import all_parameters, put_back, set_aside
 from mezzo.engine.randomness import AllStates
+from mezzo.engine.state import Region, SessionParts
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
 
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
-
 MicroBatch: TypeAlias = int | Literal["auto"] | None
+
+
+class TrainingCalls(NamedTuple):
+    """The methods of a session that train."""
+
+    autocast: Callable[[], Region]
+    backward: Callable[..., None]
+    update: Callable[[], None]
 
 
 class MicroBatches:
     """``session.train_batch``: trains on a batch, whole or in parts."""
 
-    def __init__(self, session: Session, micro_batch: MicroBatch) -> None:
+    def __init__(self, session: SessionParts, calls: TrainingCalls, micro_batch: MicroBatch) -> None:
         """Begin with parts of at most ``micro_batch`` samples: no limit at first for ``"auto"``, the whole batch for None.
 
         Raises:
             SessionError: ``micro_batch`` is none of these, or the session cannot repeat a batch.
         """
-        self._session, self._chosen = session, micro_batch
+        self._session, self._calls, self._chosen = session, calls, micro_batch
         counts = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch >= 1
         if micro_batch is not None and micro_batch != "auto" and not counts:
             raise SessionError(
@@ -110,9 +116,8 @@ class MicroBatches:
         self.is_running = False
         put_back(aside)
         session.state.watch.gradients_moved()
-        window.batches += 1
-        if window.batches >= window.accumulate:
-            session.update()
+        if window.batch_ended():
+            self._calls.update()
         return loss
 
     def _attempt(self, compute_loss: Callable[..., Any], slices: Any, rows: int) -> tuple[Tensor | None, str]:
@@ -128,7 +133,7 @@ class MicroBatches:
         session = self._session
         total, weights = torch.zeros((), device=session.device), 0.0
         for begin, end in _bounds(rows, self.size):
-            with session.autocast():
+            with self._calls.autocast():
                 returned = compute_loss(*slices(begin, end))
             loss, weight = returned if isinstance(returned, tuple) else (returned, end - begin)
             weight = float(weight)
@@ -136,7 +141,7 @@ class MicroBatches:
                 continue
             # The weight of the whole batch if all its samples weighed as much as these: then equal parts of a full window add up to 1.
             session.state.window.set_unit(weight * rows / (end - begin))
-            session.backward(loss, weight=weight)
+            self._calls.backward(loss, weight=weight)
             total, weights = total + loss.detach().float() * weight, weights + weight
         if not weights:
             raise SessionError(
@@ -182,14 +187,14 @@ class MicroBatches:
 class _StateBefore:
     """A copy of the state that a batch may change before its update."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SessionParts) -> None:
         modules = [module for model in session.models for module in model.modules()]
         named = [(module, name, b) for module in modules for name, b in module._buffers.items() if b is not None]
         self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
         self._random = AllStates.now({p.device for model in session.models for p in model.parameters()})
         self._window = session.state.window.state()
 
-    def restore(self, session: Session, parameters: list[torch.nn.Parameter]) -> None:
+    def restore(self, session: SessionParts, parameters: list[torch.nn.Parameter]) -> None:
         """Return to the beginning of the batch."""
         for parameter in parameters:
             parameter.grad = None

@@ -37,9 +37,14 @@ class Progress:
             self.last = norm, None
         return norm
 
-    @norm.setter
-    def norm(self, norm: Tensor) -> None:
+    def measured(self, norm: Tensor) -> None:
+        """Note the norm of the update's gradients, unscaled and before clipping."""
         self.last = norm, None
+
+    def restore(self, *, updates: int, skipped: int) -> None:
+        """Continue after so many updates that were made and skipped."""
+        self.windows = updates + skipped
+        self.skips.fill_(skipped)
 
     def in_place(self) -> Iterable[Tensor]:
         """Return the tensors that an update changes in place."""

@@ -20,7 +20,6 @@ optimizer is not Mezzo's, the flag once per update (only with a loss scale). Not
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +31,6 @@ from torch.optim import Optimizer
 
 from mezzo.engine import arguments, checks
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.descriptions import session_text
 from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.gradients import (
     all_parameters,
@@ -46,19 +44,21 @@ from mezzo.engine.gradients import (
     trained_by,
     wide,
 )
-from mezzo.engine.graphs.captured_step import CapturedStep, Parts
+from mezzo.engine.graphs.captured_step import CapturedStep, StepCalls
 from mezzo.engine.guardrails.session_guard import SessionGuard
-from mezzo.engine.loop_checks import FirstWindows, NoWatch, Ownership
-from mezzo.engine.micro_batches import MicroBatch, MicroBatches
+from mezzo.engine.loop_checks import FirstWindows
+from mezzo.engine.micro_batches import MicroBatch, MicroBatches, TrainingCalls
 from mezzo.engine.optimizers.one_pass import OnePass, norm_by_kernels
+from mezzo.engine.ownership import Ownership
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.processes.distributed import processes_for
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.snapshots.position import Position
-from mezzo.engine.snapshots.resumable import Resumable, Snapshots
-from mezzo.engine.state import SessionState, open_window
+from mezzo.engine.snapshots.resumable import Resumable
+from mezzo.engine.snapshots.saves import Snapshots
+from mezzo.engine.state import NoWatch, SessionState, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
@@ -98,7 +98,6 @@ class Session(Resumable):
 
     _SETTABLE: tuple[str, ...] = ("accumulate", "clip_norm")
     """Public attributes that may change between two windows."""
-    _is_built = False
     is_whole_loop = True
     """Whether only the session calls optimizers and changes gradients, so that the first windows can be checked."""
 
@@ -143,7 +142,7 @@ class Session(Resumable):
             ownership=Ownership(self.models),
         )
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        self.train_batch = MicroBatches(self, micro_batch)
+        self.train_batch = MicroBatches(self, TrainingCalls(self.autocast, self.backward, self.update), micro_batch)
         open_window(self)
         self._guard = None if guard is None else SessionGuard(self, guard)
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
@@ -241,18 +240,10 @@ class Session(Resumable):
         Raises:
             SessionError: the device has no graphs, the step waits for the host, or a step of this kind cannot be captured.
         """
-        self.state.watch = NoWatch()  # gradients stay where the graphs know them, also between windows
-        parts = Parts(
-            window=self.state.window,
-            progress=self.state.progress,
-            schedules=self.state.schedules,
-            update_choice=self._update_choice,
-            open_window=functools.partial(open_window, self),
-            differentiate=self._differentiate,
-            update=self._update_on_device,
-            close=self._close,
-        )
-        return CapturedStep(self, parts, compute_loss, examples, other_shapes=other_shapes)
+        self.state.end_checks()  # gradients stay where the graphs know them, also between windows
+        calls = StepCalls(self.autocast, self.step, self._differentiate, self._update_on_device, self._close)
+        settings: dict[str, Any] = {"other_shapes": other_shapes, "update_choice": self._update_choice}
+        return CapturedStep(self, calls, compute_loss, examples, **settings)
 
     def unscale(self) -> None:
         """Unscale and average the gradients now, to inspect or change them before ``update``.
@@ -282,7 +273,7 @@ class Session(Resumable):
             raise checks.no_backward()
         self.state.ownership.check_formats()
         checks.check_rates(self.optimizers)
-        self.state.watch = self.state.watch.before_update()
+        self.state.watch.before_update()
         if self.schedulers:
             self.state.schedules.settle()
         chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
@@ -365,16 +356,6 @@ class Session(Resumable):
         self.masters.push()
 
     @property
-    def updates(self) -> int:
-        """The number of updates applied, not counting skipped ones; waits for the device."""
-        return self.state.progress.windows - self.skipped
-
-    @property
-    def skipped(self) -> int:
-        """The number of updates skipped because a gradient was not finite; waits for the device."""
-        return int(self.state.progress.skips)
-
-    @property
     def guardrails(self) -> Guardrails | None:
         """The guard's observations and actions; None without a guard."""
         return None if self._guard is None else self._guard.noticed
@@ -391,9 +372,6 @@ class Session(Resumable):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()
-
-    def __repr__(self) -> str:
-        return session_text(self)
 
     def _discard_window(self, *, warns: bool = True) -> None:
         """Drop the gradients of a backward pass or an update that failed, and with them the window's: part of them was added."""

@@ -1,95 +1,54 @@
-"""A session's state dict: models by their own names and in FP32, optimizers, schedulers, scales and counts.
+"""What a session consists of, and the part of it that training changes.
 
-It loads under another policy, and from ``DistributedDataParallel`` into one process or back: models are saved without the
-prefix of a wrapper. Each process saves its own part of sharded tensors.
+Snapshots, captured graphs, guards, micro-batches and checks of the loop take a ``SessionParts``, so they know no more of a session than
+its parts, and ``Session`` itself is imported by none of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from mezzo.engine import checks
-from mezzo.engine.processes.replicas import bare
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.descriptions import host_value, optimizer_text, tensors_text
+from mezzo.engine.optimizers.master_weights import NoMasters
+from mezzo.engine.ownership import Ownership
+from mezzo.engine.processes.distributed import OneProcess
 from mezzo.engine.progress import Progress
+from mezzo.engine.scaling import Scale
+from mezzo.engine.schedules import Schedules
 from mezzo.engine.snapshots.position import Position
+from mezzo.engine.snapshots.saves import Snapshots
 from mezzo.engine.window import Window
-from mezzo.errors import SessionError
+from mezzo.policy import Policy
 
-if TYPE_CHECKING:
-    from mezzo.engine.loop_checks import NoWatch, Ownership
-    from mezzo.engine.schedules import Schedules
-    from mezzo.engine.session import Session
-    from mezzo.engine.snapshots.resumable import Snapshots
+Region: TypeAlias = AbstractContextManager[Any]
 
 
-def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
-    """Return everything that training needs to resume.
+class NoWatch:
+    """No checks, for all windows after the first ones."""
 
-    Args:
-        session: the session.
-        window_calls: backward passes since its last update.
+    def region(self, region: Region) -> Region:
+        """Return the session's region, with its checks."""
+        return region
 
-    Raises:
-        SessionError: a window is open; its gradients are not part of the state.
-    """
-    _refuse_open_window("state_dict()", window_calls)
-    optimizers = [o.state_dict() for o in session.optimizers]
-    masters = session.masters.saved(optimizers)
-    return {
-        "policy": str(session.policy),
-        "models": [_fp32_state(bare(model), masters) for model in session.models],
-        "optimizers": optimizers,
-        "schedulers": [s.state_dict() for s in session.schedulers],
-        "scales": [s.state_dict() for s in session.scales],
-        "updates": session.updates,
-        "skipped": session.skipped,
-    }
+    def before_backward(self, loss: Tensor, *, opens: bool) -> None:
+        """Check the state before a backward pass; ``opens`` says whether it is its window's first."""
 
+    def after_backward(self) -> None:
+        """Record the state after a backward pass."""
 
-def load_state(session: Session, state: dict[str, Any], *, window_calls: int) -> None:
-    """Load what ``state_of`` returned, without the counts.
+    def gradients_moved(self) -> None:
+        """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
 
-    Args:
-        session: the session that loads it.
-        state: the saved state.
-        window_calls: backward passes since the session's last update.
-
-    Raises:
-        SessionError: the state has other numbers of models, optimizers, schedulers or losses, or a window is open.
-    """
-    _refuse_open_window("load_state_dict()", window_calls)
-    models = [bare(model) for model in session.models]
-    parts = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
-    checks.check_state(state, parts)
-    for model, saved in zip(models, state["models"], strict=True):
-        model.load_state_dict(saved)
-    for part in ("optimizers", "schedulers", "scales"):
-        for item, saved in zip(getattr(session, part), state[part], strict=True):
-            item.load_state_dict(saved)
-    session.masters.load(models, state["models"])
-
-
-def _fp32_state(model: nn.Module, masters: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """Return the model's state dict with the FP32 masters that it has: it loads into a model of any format."""
-    state = dict(model.state_dict())
-    named = model.named_parameters(remove_duplicate=False)
-    return {**state, **{name: masters[parameter] for name, parameter in named if parameter in masters}}
-
-
-def _refuse_open_window(call: str, window_calls: int) -> None:
-    if window_calls:
-        raise SessionError(
-            f"{call} after {window_calls} backward passes of an open window",
-            hint="call update() first: gradients of an open window are not saved",
-        )
-
-
-# --- What a session changes from update to update, besides its models, optimizers, schedulers and scales ------------------------
-
-# One value: snapshots, captured graphs, guards and micro-batches read it and write it, and nothing else of a session that is private.
+    def before_update(self) -> None:
+        """Check the gradients before an update."""
 
 
 @dataclass(slots=True)
@@ -111,11 +70,80 @@ class SessionState:
     ownership: Ownership
     """Whether the models' weights are still those that the session was built with."""
 
+    def end_checks(self) -> None:
+        """Check no more windows."""
+        self.watch = NoWatch()
 
-def open_window(session: Session) -> None:
+
+class SessionParts:
+    """A session's settings and what it trains, without the methods that train."""
+
+    policy: Policy
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    schedulers: list[Any]
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    device: torch.device
+    processes: OneProcess
+    casting: Casting
+    scales: list[Scale]
+    masters: NoMasters
+    state: SessionState
+    _is_built = False
+
+    @property
+    def updates(self) -> int:
+        """The number of updates applied, not counting skipped ones; waits for the device."""
+        return self.state.progress.windows - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """The number of updates skipped because a gradient was not finite; waits for the device."""
+        return int(self.state.progress.skips)
+
+    def __repr__(self) -> str:
+        """Return a session's models, optimizers, window and progress."""
+        if not self._is_built:  # a debugger shows it while its constructor runs
+            return f"{type(self).__name__}()"
+        lines = [
+            f"{type(self).__name__}(policy={str(self.policy)!r}) on {self.device}",
+            f"  trains   {_models(self.models)}",
+            f"  with     {_optimizers(self.optimizers, self.schedulers)}",
+            f"  window   {_window(self)}",
+            f"  so far   {_so_far(self)}",
+        ]
+        return "\n".join(lines)
+
+
+def _models(models: Sequence[nn.Module]) -> str:
+    names = ", ".join(type(model).__name__ for model in models)
+    parameters = dict.fromkeys(p for model in models for p in model.parameters())
+    return f"{names}: {tensors_text(parameters)}"
+
+
+def _optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> str:
+    return ", ".join([optimizer_text(one) for one in optimizers] + [type(one).__name__ for one in schedulers])
+
+
+def _window(session: SessionParts) -> str:
+    count = session.accumulate
+    words = ["1 micro-batch" if count == 1 else f"{count} micro-batches, {session.state.window.calls} of them done"]
+    limits = {"clip_norm": session.clip_norm, "clip_value": session.clip_value}
+    return ", ".join(words + [f"{name}={limit:g}" for name, limit in limits.items() if limit is not None])
+
+
+def _so_far(session: SessionParts) -> str:
+    closed, skipped = session.state.progress.windows, host_value(session.state.progress.skips)
+    if skipped is None:
+        return f"{closed} updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on {session.device}: reading one waits"
+    scales = ", ".join(f"loss scale {scale.value():g}" if scale.checks else "no loss scale" for scale in session.scales)
+    return f"{closed - int(skipped)} updates, {int(skipped)} skipped; {scales}"
+
+
+def open_window(session: SessionParts) -> None:
     """Begin a window, without gradients."""
     session.state.window.open(session.accumulate, len(session.scales))
-    if (
-        session.accumulate > 1 or not session.state.progress.windows
-    ):  # else every backward pass exchanges, as the last one did
+    if session.accumulate > 1 or not session.state.progress.windows:  # else every pass exchanges, as the last one did
         session.processes.expect(0)

@@ -71,6 +71,20 @@ class Window:
         self._shares[loss_id] += share
         return share
 
+    def add(self) -> float:
+        """Add a micro-batch without a weight, and count its backward pass; return its share."""
+        self.calls += 1
+        return self.share(None, 0)
+
+    def batch_ended(self) -> bool:
+        """Count a batch that was trained on in parts; return whether the window is full."""
+        self.batches += 1
+        return self.batches >= self.accumulate
+
+    def exchanged(self, total: Tensor | None, found_inf: dict[int, Tensor]) -> None:
+        """Note the mean of all processes' sums of shares, and the flags of the losses in all of them."""
+        self.mean_total, self.found_inf = total, found_inf
+
     def set_unit(self, unit: float) -> None:
         """Set the unit of weights, unless the window already has one."""
         self._first_weight = self._first_weight or unit

@@ -16,7 +16,7 @@ import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.session_guard import Arrivals, Row
-from mezzo.engine.loop_checks import NoWatch
+from mezzo.engine.state import NoWatch
 from mezzo.errors import GuardError
 
 

@@ -14,7 +14,7 @@ from mezzo.commands.predict.real_gpus import predicted_for
 
 if TYPE_CHECKING:
     from mezzo.commands.check.answer import Case
-    from mezzo.commands.check.command import Offered
+    from mezzo.commands.check.offers import Offered
     from mezzo.commands.check.runs import Check
     from mezzo.devices import Device
     from mezzo.gpus import Gpu

@@ -1,5 +1,6 @@
 """``mezzo diagnose``: where the first value that is not finite comes from, and how to fix it.
 
 ``passes``      which run comes next, from the evidence of the others
-``verdict``     the verdict, from the evidence of all runs; ``words``: its sentences; ``fixes``: what helps, and ``where`` to write it
+``verdict``     the verdict, from the evidence of all runs; ``words``: its sentences
+``fixes``       what helps, for each framework; ``where``: the place to write it
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import PurePath
 
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, Pass, TrendStep
@@ -51,9 +50,6 @@ _NORMAL = (
 _MANY_SKIPS = 4
 
 
-_IN_ANSWER = ("module", "operation", "line", "step", "loss scale")
-
-
 def page(record: DiagnoseRecord) -> Page:
     """Return what ``record`` says."""
     script, place = fmt.clean(PurePath(record.run.script).name), _place(record)
@@ -73,7 +69,7 @@ def page(record: DiagnoseRecord) -> Page:
     return Page(
         title=f"{script}: {TITLES[record.verdict]}",
         script=fmt.clean(record.run.script),
-        answer=_answer(record, script, place),
+        answer=_answer(record, script),
         sections=[
             Section(title="Where" if place else "", blocks=[Paragraph(text=detail), FactTable(rows=place)]),
             Section(title="Fix", blocks=fix),
@@ -94,9 +90,8 @@ def page(record: DiagnoseRecord) -> Page:
     )
 
 
-def _answer(record: DiagnoseRecord, script: str, place: list[Fact]) -> Headline:
-    facts = [fact for fact in place if fact.what in _IN_ANSWER]
-    facts = [replace(fact, value=PurePath(fact.value).name) if fact.what == "line" else fact for fact in facts]
+def _answer(record: DiagnoseRecord, script: str) -> Headline:
+    facts = _place(record, in_short=True)
     if not facts:
         skipped = f"{record.num_skipped} of {len(record.run.steps)}"
         facts = [Fact(what="steps", value=str(len(record.run.steps))), Fact(what="skipped updates", value=skipped)]
@@ -179,21 +174,25 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     return f"{script} under {policy}: {TITLES[record.verdict]} in {where}"
 
 
-def _place(record: DiagnoseRecord) -> list[Fact]:
+def _place(record: DiagnoseRecord, *, in_short: bool = False) -> list[Fact]:
+    """Return where the value was lost; ``in_short`` names the line without its folder and leaves out what the sections say."""
     if record.verdict in ("healthy", "unfinished") and not record.has_place:
         return []
-    facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
+    facts = []
     if record.has_place:
         result = "raised the error" if record.origin == "raised" else f"result in {fmt.clean(record.format)}"
+        line = PurePath(record.line).name if in_short else record.line
         facts = [
             Fact(what="module", value=fmt.clean(record.module)),
             Fact(what="operation", value=fmt.clean(record.op), reason=result),
-            Fact(what="line", value=fmt.clean(record.line)),
-            *facts,
+            Fact(what="line", value=fmt.clean(line)),
         ]
+    facts.append(Fact(what="step", value=str(record.step)))
+    if not in_short:
+        facts.append(Fact(what="phase", value=record.phase))
     if record.loss_scale != 1.0:
         facts.append(Fact(what="loss scale", value=fmt.scale_text(record.loss_scale)))
-    if record.swallowed_by:
+    if record.swallowed_by and not in_short:
         facts.append(Fact(what="swallowed by", value=fmt.clean(record.swallowed_by)))
     return facts
 

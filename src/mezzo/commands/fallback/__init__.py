@@ -1,6 +1,5 @@
 """``mezzo fallback``: the modules of a script that must stay in FP32, verified.
 
 ``find``        find them, given a way to run a few steps; ``runs``: that way, for a script
-``search``      a small set with few verifications; ``trials``: the runs that it may request next
-``allowed``     how large the error of a gradient may be
+``search``      a small set with few verifications, and how large the error of a gradient may be; ``trials``: the runs it may request next
 """

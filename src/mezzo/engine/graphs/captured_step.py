@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,29 +35,20 @@ from mezzo.engine.kernels.choice import choose
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.optimizers.step_hooks import have_hooks
 from mezzo.engine.preparation import ONE_PASS
-from mezzo.engine.progress import Progress
-from mezzo.engine.schedules import Schedules
-from mezzo.engine.window import Window
+from mezzo.engine.state import Region, SessionParts, open_window
 from mezzo.error_texts import capture_advice
 from mezzo.errors import MezzoError, SessionError
 from mezzo.explain import Choice
-
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
-
 
 REHEARSALS = 3
 """Steps before a capture: cuDNN and cuBLAS choose kernels in the first, workspaces settle by the third."""
 
 
-class Parts(NamedTuple):
-    """The private parts of a session that a captured step needs."""
+class StepCalls(NamedTuple):
+    """The parts of a session's step, which ``Session`` defines."""
 
-    window: Window
-    progress: Progress
-    schedules: Schedules
-    update_choice: Choice
-    open_window: Callable[[], None]
+    autocast: Callable[[], Region]
+    step: Callable[[Tensor], None]
     differentiate: Callable[[Tensor, float], None]
     """Runs a backward pass, given a loss and its share of the window."""
     update: Callable[..., Tensor | bool]
@@ -75,26 +66,27 @@ class CapturedStep:
 
     def __init__(
         self,
-        session: Session,
-        parts: Parts,
+        session: SessionParts,
+        calls: StepCalls,
         compute_loss: Callable[..., Any],
         examples: tuple[Any, ...],
         *,
         other_shapes: Literal["error", "eager"],
+        update_choice: Choice,
     ) -> None:
-        self._session, self._parts = session, parts
+        self._session, self._calls = session, calls
         self._compute_loss, self._other_shapes = compute_loss, other_shapes
         self._graphs = graphs_for(session.device)
         leaves, self._structure = pytree.tree_flatten(examples)
         self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
         self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
         """Each graph's replay, and its outputs in the memory that it writes, by whether it updates."""
-        self._norm, self._flag = torch.zeros_like(parts.progress.norm), torch.zeros((), device=session.device)
+        self._norm, self._flag = torch.zeros_like(session.state.progress.norm), torch.zeros((), device=session.device)
         self._window_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._tables: list[Any] = []
-        self._kernels = _kernels_of(session, parts)
+        self._kernels = _kernels_of(session, update_choice)
         session.masters.follow()  # outside of the graphs
-        with _restored(session, parts):
+        with _restored(session):
             self._rehearse()
             try:
                 self._capture()
@@ -113,7 +105,7 @@ class CapturedStep:
         difference = self._difference(leaves, structure)
         if difference is not None:
             return self._eager(inputs, difference)
-        session, parts, window = self._session, self._parts, self._parts.window
+        session, window = self._session, self._session.state.window
         if window.unscaled or window.weighted:
             raise SessionError(
                 "captured step in a window that was unscaled, or whose micro-batches have weights",
@@ -128,17 +120,16 @@ class CapturedStep:
         for captured, new in zip(self._inputs, leaves, strict=True):
             if isinstance(captured, Tensor):
                 captured.copy_(new, non_blocking=True)
-        window.share(None, 0)
-        window.calls += 1
+        window.add()
         if window.calls < window.accumulate:
             return self._replay(updates=False)
-        parts.schedules.settle()
+        session.state.schedules.settle()
         session.masters.follow()
         for table in self._tables:
             table.refresh()
         result = self._replay(updates=True)
-        parts.progress.norm = self._norm.clone()
-        parts.close(session.optimizers, self._flag, keep_gradients=bool(self._window_gradients))
+        session.state.progress.measured(self._norm.clone())
+        self._calls.close(session.optimizers, self._flag, keep_gradients=bool(self._window_gradients))
         return result
 
     def _restore_gradients(self) -> None:
@@ -177,28 +168,26 @@ class CapturedStep:
         device = self._session.device
         moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
         outputs = self._forward(moved)
-        self._session.step(_loss_of(outputs))
+        self._calls.step(_loss_of(outputs))
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
         # Opened inside the capture, so that each replay casts each weight once, from its current value.
-        with self._session.autocast():
+        with self._calls.autocast():
             return self._compute_loss(*inputs)
 
     def _run(self) -> Any:
         """Enqueue forward and backward pass of the captured inputs; return the results of the forward pass."""
         outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
-        window = self._parts.window
-        self._parts.differentiate(_loss_of(outputs), window.share(None, 0))
-        window.calls += 1
+        self._calls.differentiate(_loss_of(outputs), self._session.state.window.add())
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _run_and_update(self) -> Any:
         outputs = self._run()
-        skipped = self._parts.update(self._session.optimizers)
+        skipped = self._calls.update(self._session.optimizers)
         assert isinstance(skipped, Tensor)
         self._flag.copy_(skipped)
-        self._norm.copy_(self._parts.progress.norm)
+        self._norm.copy_(self._session.state.progress.norm)
         if self._window_gradients:
             torch._foreach_zero_([gradient for _, gradient in self._window_gradients])
         else:
@@ -206,34 +195,33 @@ class CapturedStep:
         return outputs
 
     def _rehearse(self) -> None:
-        session, parts = self._session, self._parts
+        session = self._session
         with self._graphs.rehearsal():
             for number in range(REHEARSALS):
-                parts.open_window()
+                open_window(session)
                 outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
                 session.processes.check_loss(_loss_of(outputs), first=number == 0)
-                parts.differentiate(_loss_of(outputs), parts.window.share(None, 0))
+                self._calls.differentiate(_loss_of(outputs), session.state.window.share(None, 0))
                 trained = [p for p in _trained(session) if p.grad is not None]
                 if number + 1 < REHEARSALS:
                     _drop_gradients(session)
             with self._kernels.recording() as rehearsed:
-                parts.update(session.optimizers, rehearsal=True)
+                self._calls.update(session.optimizers, rehearsal=True)
             self._tables = rehearsed
         if session.accumulate > 1:
             self._window_gradients = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
         _drop_gradients(session)
 
     def _capture(self) -> None:
-        session, window = self._session, self._parts.window
+        session, window = self._session, self._session.state.window
         for parameter, gradient in self._window_gradients:
             parameter.grad = gradient
         if session.accumulate > 1:
-            self._parts.open_window()
+            open_window(session)
             self._replays[False] = self._graphs.capture(self._run)
-        self._parts.open_window()
+        open_window(session)
         for _ in range(session.accumulate - 1):  # the earlier micro-batches: the average is over a full window
-            window.share(None, 0)
-            window.calls += 1
+            window.add()
         with self._kernels.recording(self._tables) as self._tables:
             self._replays[True] = self._graphs.capture(self._run_and_update)
         for table in self._tables:
@@ -246,38 +234,39 @@ def _loss_of(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
 
 
-def _replaced(session: Session) -> list[Any]:
+def _replaced(session: SessionParts) -> list[Any]:
     return [optimizer.replaced for optimizer in session.optimizers if isinstance(optimizer, OnePass)]
 
 
-def _trained(session: Session) -> list[nn.Parameter]:
+def _trained(session: SessionParts) -> list[nn.Parameter]:
     return all_parameters(session.models, session.optimizers)
 
 
-def _drop_gradients(session: Session) -> None:
+def _drop_gradients(session: SessionParts) -> None:
     for parameter in _trained(session):
         parameter.grad = None
 
 
 @contextmanager
-def _restored(session: Session, parts: Parts) -> Iterator[None]:
+def _restored(session: SessionParts) -> Iterator[None]:
     """Restore the state that rehearsing and capturing change: buffers, scales, counts and the window."""
-    places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
+    progress = session.state.progress
+    places = [*(b for model in session.models for b in model.buffers()), *progress.in_place()]
     for scale in session.scales:
         places += [value for value in vars(scale).values() if isinstance(value, Tensor)]
-    saved, norm = [place.clone() for place in places], parts.progress.norm
+    saved, norm = [place.clone() for place in places], progress.norm
     try:
         yield
     finally:
         with torch.no_grad():
             for place, value in zip(places, saved, strict=True):
                 place.copy_(value)
-        parts.progress.norm = norm
-        parts.open_window()
+        progress.measured(norm)
+        open_window(session)
         _drop_gradients(session)
 
 
-def _kernels_of(session: Session, parts: Parts) -> ModuleType:
+def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
     """Return the kernels that can be captured.
 
     Raises:
@@ -285,8 +274,8 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
     """
     kernels, reason = choose(session.device.type)
     cause = None
-    if parts.window.calls:
-        cause = f"{parts.window.calls} backward passes of an open window", "call update() first"
+    if session.state.window.calls:
+        cause = f"{session.state.window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
         cause = "several processes", "train with step(loss)"
     elif session.policy.world > 1:
@@ -295,9 +284,9 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
         cause = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:
         cause = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
-    elif parts.update_choice.value != ONE_PASS:
+    elif update_choice.value != ONE_PASS:
         cause = (
-            parts.update_choice.reason,
+            update_choice.reason,
             "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
         )
     elif have_hooks(session.optimizers):

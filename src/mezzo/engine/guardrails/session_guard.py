@@ -5,10 +5,9 @@ Several processes exchange alarms about once a second, and all act on an alarm o
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,9 @@ from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot
 from mezzo.engine.snapshots.of_ranks import CompleteSnapshot, contents_for_rank, folder_of
 from mezzo.engine.snapshots.randomness import random_states
+from mezzo.engine.state import SessionParts
 from mezzo.errors import GuardError, SessionError
 from mezzo.records import Alarm, GuardAction, Guardrails, Rewind
-
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
-
 
 MOST_REWINDS = 3
 """The most times that a training run returns to a snapshot."""
@@ -37,7 +33,7 @@ _KEEPS_POLICY = unchanged_policy("a session's weights and optimizers are built f
 class SessionGuard:
     """The alarms of one session, and its reactions."""
 
-    def __init__(self, session: Session, action: GuardAction) -> None:
+    def __init__(self, session: SessionParts, action: GuardAction) -> None:
         """Create the guard.
 
         Raises:
@@ -130,11 +126,11 @@ class SessionGuard:
         if good is None:
             raise self._stopped(f"{text}; there is no snapshot from before update {alarm.since} to return to")
         saved, contents = good
-        position, random = dict(vars(session.state.position)), random_states()
+        position, random = session.state.position.as_it_is(), random_states()
         in_all = (lambda here: here) if agreement is None else agreement.in_all
         set_contents(session, {**contents, "random": random}, in_all=in_all)
-        snapshots.last_s = time.monotonic()  # a snapshot saved now would copy that one, and would count as progress
-        vars(session.state.position).update(position)  # the data is not rewound: other batches follow
+        snapshots.count_from_now()  # a snapshot saved now would copy that one, and would count as progress
+        session.state.position.set_back(position)  # the data is not rewound: other batches follow
         changes, _ = apply_remedy(
             alarm.kind,
             [earlier for earlier in self.noticed.rewinds if earlier.snapshot >= saved.path.name],

@@ -28,12 +28,11 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.gpu_formats import EXACT, HEAD
+from mezzo.engine.kernels.gpu_formats import EXACT, HEAD, TYPES
 from mezzo.engine.kernels.gpu_kernels import adamw_kernel, begin_kernel, sgd_kernel, square_kernel
 from mezzo.engine.kernels.layout import dense
-from mezzo.engine.kernels.moments import KINDS
 from mezzo.errors import SessionError
-from mezzo.formats import BF16, FP16, FP32, FP64
+from mezzo.formats import BF16, FP64
 
 CHUNK = 4096
 """Elements that a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
@@ -51,7 +50,6 @@ _SMALL_NUMBERS = (
 )
 """Keeps CUDA's library from flushing subnormal numbers to 0; only NVIDIA GPUs have the option, not the interpreter."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False, **_SMALL_NUMBERS}
-_TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _NO_MASTER, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
 _EXACT, _ROUNDED = EXACT.value, 2 * (HEAD.value - EXACT.value)
 _HEAD = struct.Struct(f"{_EXACT}d{_ROUNDED}f")
@@ -221,7 +219,7 @@ def _squares(gradients: list[Tensor]) -> Tensor:
     table = table_of([gradients], kept=_NORMS)
     device = table.memory.device
     partials = torch.empty(table.programs, dtype=FP64.dtype, device=device)
-    kind = {"TYPE": _TYPES[gradients[0].dtype], "BLOCK": CHUNK}
+    kind = {"TYPE": TYPES[gradients[0].dtype], "BLOCK": CHUNK}
     with on(device):
         square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
     return partials.sum()
@@ -290,7 +288,7 @@ def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence
     for kind in dict.fromkeys(kinds):
         weight, gradient, moments, master, is_alone = kind
         indices = [i for i, other in enumerate(kinds) if other == kind]
-        types = {"WEIGHT": _TYPES[weight], "GRADIENT": _TYPES[gradient], "MOMENT": _TYPES[moments]}
+        types = {"WEIGHT": TYPES[weight], "GRADIENT": TYPES[gradient], "MOMENT": TYPES[moments]}
         if is_alone:
             code = _STOCHASTIC if batch.stochastic and weight is BF16.dtype else _NO_MASTER
         else:

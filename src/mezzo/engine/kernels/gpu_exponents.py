@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engine.kernels.exponent_bins import BINS, CUTS
-from mezzo.engine.kernels.gpu import _TYPES, CHUNK, LaunchTables, on, table_of
-from mezzo.engine.kernels.gpu_formats import FIRST, extent, offsets, place, read_tile, unspecialized
+from mezzo.engine.kernels.gpu import CHUNK, LaunchTables, on, table_of
+from mezzo.engine.kernels.gpu_formats import FIRST, TYPES, extent, offsets, place, read_tile, unspecialized
 
 # Triton before 3.8 counts in registers, a warp's bins in its 32 threads: 512 bins fit, so the chunk is read five times, from the cache.
 # Later ones count in shared memory, all bins at once. A part is a power of two.
@@ -82,7 +82,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         ]
         # No table is kept: the tensors are others each time.
         table = table_of([[t for t, _ in alike], [r for _, r in alike]], kept=LaunchTables(1))
-        compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
+        compiled_in = {"TYPE": TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](
                 table.memory,

@@ -267,8 +267,8 @@ class Processes(OneProcess):
         if self.sharded:
             norm = sums.pop(0).sqrt().to(dtype)
         if window is not None:
-            window.mean_total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
-            window.found_inf = {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)}
+            total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
+            window.exchanged(total, {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)})
         return norm
 
     def _squares_here(

@@ -1,14 +1,19 @@
-"""The contents of a session's snapshot, which are loaded completely or not at all."""
+"""The contents of a session's snapshot and of its state dict, which are loaded completely or not at all.
+
+A state dict has the models by their own names and in FP32. It loads under another policy, and from ``DistributedDataParallel`` into one
+process or back: models are saved without the prefix of a wrapper. Each process saves its own part of sharded tensors.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine import checks
 from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.replicas import bare
@@ -17,15 +22,74 @@ from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import check_generators, random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
 from mezzo.engine.snapshots.structure import put_together, take_apart
-from mezzo.engine.state import load_state, open_window, state_of
+from mezzo.engine.state import SessionParts, open_window
 from mezzo.errors import MezzoError, SessionError, SnapshotError
 from mezzo.policy import Policy
 
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
+
+def state_of(session: SessionParts, *, window_calls: int) -> dict[str, Any]:
+    """Return everything that training needs to resume.
+
+    Args:
+        session: the session.
+        window_calls: backward passes since its last update.
+
+    Raises:
+        SessionError: a window is open; its gradients are not part of the state.
+    """
+    _refuse_open_window("state_dict()", window_calls)
+    optimizers = [o.state_dict() for o in session.optimizers]
+    masters = session.masters.saved(optimizers)
+    return {
+        "policy": str(session.policy),
+        "models": [_fp32_state(bare(model), masters) for model in session.models],
+        "optimizers": optimizers,
+        "schedulers": [s.state_dict() for s in session.schedulers],
+        "scales": [s.state_dict() for s in session.scales],
+        "updates": session.updates,
+        "skipped": session.skipped,
+    }
 
 
-def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
+def load_state(session: SessionParts, state: dict[str, Any], *, window_calls: int) -> None:
+    """Load what ``state_of`` returned, without the counts.
+
+    Args:
+        session: the session that loads it.
+        state: the saved state.
+        window_calls: backward passes since the session's last update.
+
+    Raises:
+        SessionError: the state has other numbers of models, optimizers, schedulers or losses, or a window is open.
+    """
+    _refuse_open_window("load_state_dict()", window_calls)
+    models = [bare(model) for model in session.models]
+    parts = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
+    checks.check_state(state, parts)
+    for model, saved in zip(models, state["models"], strict=True):
+        model.load_state_dict(saved)
+    for part in ("optimizers", "schedulers", "scales"):
+        for item, saved in zip(getattr(session, part), state[part], strict=True):
+            item.load_state_dict(saved)
+    session.masters.load(models, state["models"])
+
+
+def _fp32_state(model: nn.Module, masters: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """Return the model's state dict with the FP32 masters that it has: it loads into a model of any format."""
+    state = dict(model.state_dict())
+    named = model.named_parameters(remove_duplicate=False)
+    return {**state, **{name: masters[parameter] for name, parameter in named if parameter in masters}}
+
+
+def _refuse_open_window(call: str, window_calls: int) -> None:
+    if window_calls:
+        raise SessionError(
+            f"{call} after {window_calls} backward passes of an open window",
+            hint="call update() first: gradients of an open window are not saved",
+        )
+
+
+def contents_of(session: SessionParts, extra: Any = None) -> dict[str, Any]:
     """Return all state of a session that a resumed run needs to be bit-identical, including an open window.
 
     The tensors are the session's own: copy them before training continues.
@@ -47,7 +111,7 @@ def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
 
 
 def set_contents(
-    session: Session, contents: Mapping[str, Any], *, in_all: Callable[[bool], bool] = lambda here: here
+    session: SessionParts, contents: Mapping[str, Any], *, in_all: Callable[[bool], bool] = lambda here: here
 ) -> None:
     """Replace a session's state by a snapshot's contents; if any part does not fit, nothing changes.
 
@@ -83,7 +147,7 @@ def set_contents(
         )
 
 
-def _set(session: Session, contents: Mapping[str, Any]) -> None:
+def _set(session: SessionParts, contents: Mapping[str, Any]) -> None:
     state, window = contents["session"], contents["window"]
     state = {
         **state,
@@ -104,15 +168,14 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     if window is not None:
         session.state.window.load_state_dict(window, session.device)
-    session.state.progress.windows = state["updates"] + state["skipped"]
-    session.state.progress.skips.fill_(state["skipped"])
-    session.state.progress.norm = contents["norm"].to(session.device)
+    session.state.progress.restore(updates=state["updates"], skipped=state["skipped"])
+    session.state.progress.measured(contents["norm"].to(session.device))
     check_generators(contents["position"])
     session.state.position.load_state_dict(contents["position"], contents["random"])
     set_random_states(contents["random"])
 
 
-def load_or_refuse(session: Session, state: Mapping[str, Any], *, window_calls: int) -> None:
+def load_or_refuse(session: SessionParts, state: Mapping[str, Any], *, window_calls: int) -> None:
     """Load a state dict with its counts; one that does not fit is refused before anything changes, without a copy of the session.
 
     Raises:
@@ -129,11 +192,10 @@ def load_or_refuse(session: Session, state: Mapping[str, Any], *, window_calls: 
             hint="pass what state_dict() returned, of a session with the same models, optimizers and schedulers",
         ) from error
     load_state(session, dict(state), window_calls=window_calls)
-    session.state.progress.windows = state["updates"] + state["skipped"]
-    session.state.progress.skips.fill_(state["skipped"])
+    session.state.progress.restore(updates=state["updates"], skipped=state["skipped"])
 
 
-def _refuse_unfit(session: Session, state: Mapping[str, Any]) -> None:
+def _refuse_unfit(session: SessionParts, state: Mapping[str, Any]) -> None:
     """Raise for counts, shapes, groups and scales that would fail while they are loaded; any error says that the state does not fit."""
     counts = state["updates"], state["skipped"]
     if not all(type(count) is int and count >= 0 for count in counts):
@@ -174,12 +236,12 @@ def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
                 optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
 
 
-def _kinds(session: Session) -> list[str]:
+def _kinds(session: SessionParts) -> list[str]:
     """Return the names of the optimizers' and schedulers' classes: torch would silently load the state of one into another."""
     return [type(one).__name__ for one in (*session.optimizers, *session.schedulers)]
 
 
-def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
+def _refuse_other(session: SessionParts, contents: Mapping[str, Any]) -> None:
     """Refuse contents that would fail too late: other names or shapes, moments of other shapes, a window of another kind."""
     for number, (model, saved) in enumerate(zip(session.models, contents["session"]["models"], strict=False)):
         _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")

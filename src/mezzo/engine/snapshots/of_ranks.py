@@ -9,17 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mezzo.engine.processes.replicas import bare
 from mezzo.engine.snapshots.choosing import contents_at
 from mezzo.engine.snapshots.folder import saved_in
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.engine.snapshots.sharded import whole
+from mezzo.engine.state import SessionParts
 from mezzo.errors import SnapshotError
-
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
 
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
@@ -55,7 +53,7 @@ def last_number(folder: Path) -> int:
     return max((saved.number for path in folders for saved in saved_in(path)), default=0)
 
 
-def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, Any]:
+def part_of(session: SessionParts, contents: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the contents that one process saves: only the first saves models and optimizers that are equal in all."""
     contents = {**contents, "sharded": session.processes.sharded}
     if rank == 0 or session.processes.sharded:

@@ -46,6 +46,14 @@ class Position:
         self.epoch, self._batch, self._began = state["epoch"], state["batch"], state["began"]
         self._after, self._resumes = state["generators"], now
 
+    def as_it_is(self) -> dict[str, Any]:
+        """Return everything that a pass or ``load_state_dict`` changes, for ``set_back``."""
+        return dict(vars(self))
+
+    def set_back(self, state: dict[str, Any]) -> None:
+        """Return to a position in the same process."""
+        vars(self).update(state)
+
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one pass, or the rest of the pass that was open when the position was saved.
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import functools
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from mezzo.engine.processes.agreement import Agreement, save_is_due
-from mezzo.engine.snapshots.background import Copies, Saving
+from mezzo.engine.snapshots.background import Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
-from mezzo.engine.snapshots.contents import contents_of, load_or_refuse, set_contents
-from mezzo.engine.snapshots.folder import Folder
+from mezzo.engine.snapshots.contents import contents_of, load_or_refuse, set_contents, state_of
 from mezzo.engine.snapshots.of_ranks import (
     CompleteSnapshot,
     complete_snapshots,
@@ -24,12 +20,8 @@ from mezzo.engine.snapshots.of_ranks import (
     part_of,
 )
 from mezzo.engine.snapshots.structure import take_apart
-from mezzo.engine.state import state_of
+from mezzo.engine.state import SessionParts
 from mezzo.errors import SnapshotError
-
-if TYPE_CHECKING:
-    from mezzo.engine.session import Session
-    from mezzo.engine.state import SessionState
 
 
 class Loaded(NamedTuple):
@@ -44,81 +36,10 @@ class Loaded(NamedTuple):
     """Newer ones in the folder, each with the reason why it was not loaded."""
 
 
-class Snapshots:
-    """The snapshots that one session writes: its folder, its copy of the state, and the save in progress."""
-
-    def __init__(self) -> None:
-        self.folder: Folder | None = None
-        self.copies = Copies()
-        self.saving: Saving | None = None
-        self.last_s = time.monotonic()
-        self.notice = _Notice()
-        self._agreement: Agreement | None = None
-        self._calls = 0
-
-    def agreement(self, session: Session) -> Agreement | None:
-        """Return the agreement with the other processes that train the same model; None if there are none."""
-        if self._agreement is None and session.processes.several:
-            self._agreement = Agreement(within=session.processes.group)
-        return self._agreement
-
-    def due(self, every_s: float | None, agreement: Agreement | None) -> bool:
-        """Return whether to save: ``every_s`` seconds have passed and the last save is written, or a process was asked to end.
-
-        All processes return the same.
-        """
-        self._calls += 1
-        if every_s is None:
-            return True
-        self.notice.listen()
-        due = time.monotonic() - self.last_s >= every_s
-        is_writing = every_s > 0 and self.saving is not None and self.saving.is_running
-        asked = self.notice.received
-        saves, ends = save_is_due(agreement, self._calls, due=due, is_writing=is_writing, asked=asked)
-        self.notice.received |= ends  # it may have come in between
-        return saves
-
-    def begin(self, path: Path) -> Folder:
-        """Wait for the save in progress, and return the locked folder.
-
-        Raises:
-            SnapshotError: that save failed, or the folder cannot be used.
-        """
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.wait()
-        if self.folder is None or self.folder.path != path:
-            if self.folder is not None:
-                self.folder.release()
-            self.folder = Folder(path)
-        return self.folder
-
-
-class _Notice:
-    """SIGTERM, which a cluster's scheduler sends some seconds before it ends a process."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._listens = False
-
-    def listen(self) -> None:
-        """Handle SIGTERM from now on, unless the script has its own handler."""
-        if self._listens or threading.current_thread() is not threading.main_thread():
-            return
-        self._listens = True
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
-
-
-class Resumable:
+class Resumable(SessionParts):
     """The saving and loading of a session."""
 
-    state: SessionState
-
-    def state_dict(self: Session) -> dict[str, Any]:  # type: ignore[misc]
+    def state_dict(self) -> dict[str, Any]:
         """Return models (in FP32), optimizers, schedulers, scales and counts, to load under any policy.
 
         Raises:
@@ -127,7 +48,7 @@ class Resumable:
         self.state.schedules.settle()
         return state_of(self, window_calls=self.state.window.calls)
 
-    def load_state_dict(self: Session, state: dict[str, Any]) -> None:  # type: ignore[misc]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned, under this policy or another.
 
         Raises:
@@ -149,8 +70,8 @@ class Resumable:
         """
         return self.state.position.batches(loader)
 
-    def save(  # type: ignore[misc]
-        self: Session,
+    def save(
+        self,
         folder: Path | str,
         *,
         every_s: float | None = None,
@@ -173,7 +94,7 @@ class Resumable:
             SnapshotError: the last save failed, the folder cannot be used, or the state contains a value that cannot be saved.
         """
         root, snapshots = Path(folder), self.state.snapshots
-        agreement = snapshots.agreement(self)
+        agreement = snapshots.agreement(self.processes)
         if not snapshots.due(every_s, agreement):
             return None
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
@@ -200,14 +121,14 @@ class Resumable:
         target.begin_after(number)
         path = target.next_path(updates=self.state.progress.windows, calls=self.state.window.calls)
         # A process that is killed while it saves has only the snapshot before: so the others keep that one, too.
-        snapshots.saving = Saving(path, tree, snapshots.copies.of(tensors), lambda: target.prune(keep + (size > 1)))
-        snapshots.last_s = time.monotonic()
+        saving = Saving(path, tree, snapshots.copies.of(tensors), lambda: target.prune(keep + (size > 1)))
+        snapshots.begin_saving(saving)
         if snapshots.notice.received and every_s is not None:
-            snapshots.saving.wait()
+            saving.wait()
             raise SystemExit(128 + signal.SIGTERM)
-        return snapshots.saving
+        return saving
 
-    def load(self: Session, path: Path | str, *, must_exist: bool = True) -> Loaded | None:  # type: ignore[misc]
+    def load(self, path: Path | str, *, must_exist: bool = True) -> Loaded | None:
         """Continue from a snapshot: bit for bit like the run that saved it, if this session and its data are built alike.
 
         Args:
@@ -218,7 +139,7 @@ class Resumable:
             SnapshotError: there is none, or none can be loaded; the session is unchanged.
         """
         path = Path(path)
-        agreement = self.state.snapshots.agreement(self)
+        agreement = self.state.snapshots.agreement(self.processes)
         snapshots = complete_snapshots(path) if agreement is None or agreement.rank == 0 else None
         if agreement is not None:
             _, snapshots = agreement.first_of(snapshots) or (0, [])

@@ -7,19 +7,19 @@ before the weights change. The script is ended at the first backward pass after 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import paddle
 
 from mezzo.errors import ScriptError
-from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun, RunListener
 from mezzo.launch.patches import Patches
 from mezzo.observe.stopping import StopScript
 from mezzo.records import AnyRecord, RunRecord
 
 
-class StepObserver(ABC):
+class StepObserver(RunListener, ABC):
     """An observer of chosen steps of a Paddle run; the run calls it at each event."""
 
     kind = "audit"
@@ -45,13 +45,13 @@ class StepObserver(ABC):
     def record(self, run: RunRecord) -> AnyRecord:
         """Return the observer's record, which includes that of the whole run."""
 
-    def begin(self) -> None:  # noqa: B027 - most observers have nothing to do here
+    def begin(self) -> None:
         """Begin to record."""
 
-    def judge(self, norm: Any | None) -> None:  # noqa: B027 - most observers have nothing to do here
+    def judge(self, norm: Any | None) -> None:
         """Judge what was recorded of the open step, whose gradients have this norm; the weights are still those of the step."""
 
-    def end(self) -> None:  # noqa: B027 - most observers have nothing to do here
+    def end(self) -> None:
         """Stop recording, and discard what was recorded since ``judge``."""
 
     def close(self) -> None:
@@ -74,15 +74,6 @@ class StepObserver(ABC):
         """Begin before the script's first line, if the first step is observed."""
         if self.observing:
             self.begin()
-
-    def backward_begins(self, losses: Iterable[Any]) -> None:  # noqa: B027 - as above
-        """Record that a backward pass begins; the step before has closed."""
-
-    def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:  # noqa: B027 - as above
-        """Record the gradients from which the backward pass starts."""
-
-    def backward_ended(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that a backward pass ended."""
 
     def update_begins(self, norm: Any | None) -> None:
         """Judge the step at its first update."""
@@ -109,14 +100,8 @@ class StepObserver(ABC):
         if not self._waiting:
             raise StopScript
 
-    def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:  # noqa: B027 - as above
+    def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
         """Draw conclusions from a step that is over."""
-
-    def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that the script's own GradScaler is about to scale a loss."""
-
-    def closure_met(self, optimizer: str) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that an optimizer of this class evaluates the loss itself."""
 
     def static_graph(self, what: str) -> NoReturn:
         """Refuse a static graph.
@@ -129,7 +114,7 @@ class StepObserver(ABC):
             hint="leave it out; or pass a policy, such as --policy fp32, under which code given to to_static runs eagerly",
         )
 
-    def failed(self, error: BaseException) -> None:  # noqa: B027
+    def failed(self, error: BaseException) -> None:
         """Do nothing: what raised an error is named in PyTorch only."""
 
     def too_short(self) -> bool:

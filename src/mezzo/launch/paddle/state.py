@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -26,8 +26,36 @@ from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Reason
 
-if TYPE_CHECKING:
-    from mezzo.launch.paddle.observing import StepObserver
+
+class RunListener:
+    """What a run notifies of its events: does nothing by itself."""
+
+    def backward_begins(self, losses: Iterable[Any]) -> None:
+        """Record that a backward pass begins; the step before has closed."""
+
+    def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Record the gradients from which the backward pass starts."""
+
+    def backward_ended(self) -> None:
+        """Record that a backward pass ended."""
+
+    def update_begins(self, norm: Any | None) -> None:
+        """Record that an update begins, whose gradients have this norm."""
+
+    def update_ended(self, optimizer: Any) -> None:
+        """Record that an optimizer has changed the weights."""
+
+    def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
+        """Record that a step is over."""
+
+    def scaler_met(self, scaler: Any) -> None:
+        """Record that the script's own GradScaler is about to scale a loss."""
+
+    def closure_met(self, optimizer: str) -> None:
+        """Record that an optimizer of this class evaluates the loss itself."""
+
+    def static_graph(self, what: str) -> None:
+        """Record that the script uses a static graph."""
 
 
 class ThreadState(threading.local):
@@ -110,7 +138,7 @@ class PaddleRun:
         self.round = rounder(FP32 if policy is None else policy.storage)
         self.round_result = self.round
         """The same for the results of operations, which an observer distinguishes from their operands."""
-        self.observer: StepObserver | None = None
+        self.observer: RunListener | None = None
         self.withholds_updates = False
         """Whether optimizers leave the weights as they are."""
         self.fp32_patterns: tuple[str, ...] = () if policy is None else policy.fp32_modules

@@ -20,6 +20,7 @@ import torch
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.errors import NotSavable
+from mezzo.launch.torch.snapshots.kinds import KINDS, SAVERS
 from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.walk import Walk
@@ -39,7 +40,7 @@ NOT_SAVED = {
 
 
 def walked(value: Any, files: OwnFiles, base: Walk | None = None) -> tuple[Walk, dict[str, Any]]:
-    walk = Walk(files, base, limit=0 if base is None else len(base.objects))
+    walk = Walk(files, SAVERS, base, limit=0 if base is None else len(base.objects))
     return walk, walk.variables({"value": value}, "train")
 
 
@@ -59,7 +60,9 @@ class Life:
         rows, variables = tree.pop("rows"), tree.pop("variables")
         contents = put_together(tree, tensors)
         here = walked(again, self.files)[0]
-        restoration = Restoration(self.files, rows, contents["tensors"], places=self.base.places(), here=here)
+        restoration = Restoration(
+            self.files, rows, contents["tensors"], places=self.base.places(), here=here, kinds=KINDS
+        )
         restoration.fill(0, len(rows))
         restoration.fill(0, len(rows), again=True)
         return restoration.value(variables["value"])

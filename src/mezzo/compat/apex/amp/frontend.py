@@ -10,11 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mezzo.compat.apex.amp import levels
 from mezzo.compat.apex.amp import optimizers as amp_optimizers
 from mezzo.compat.apex.amp.handle import begin
 from mezzo.compat.apex.amp.scaler import LossScaler
-from mezzo.compat.apex.amp.state import _amp_state, maybe_print, warn_or_err
+from mezzo.compat.apex.amp.state import (
+    BRIEF,
+    Properties,
+    _amp_state,
+    maybe_print,
+    override,
+    properties_of,
+    warn_or_err,
+)
 from mezzo.compat.apex.parallel.LARC import LARC
 from mezzo.compat.regions import ModelRegion
 from mezzo.engine.casts.casting import Casting
@@ -68,12 +75,12 @@ def initialize(
     """
     _amp_state.verbosity = verbosity
     if not enabled or _amp_state.replaced_by_policy:
-        _amp_state.opt_properties = levels.Properties()
+        _amp_state.opt_properties = Properties()
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True. Leave it on.")
-    properties = levels.properties_of(opt_level)
-    _report(f"Selected optimization level {levels.BRIEF[opt_level]}", properties)
+    properties = properties_of(opt_level)
+    _report(f"Selected optimization level {BRIEF[opt_level]}", properties)
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -83,7 +90,7 @@ def initialize(
     }
     for name, value in overrides.items():
         if value is not None:
-            levels.override(properties, name, value)
+            override(properties, name, value)
     _report("After processing overrides, optimization options are:", properties)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
@@ -99,7 +106,7 @@ def initialize(
 
 
 def _prepare(
-    models: list[Any], optimizers: list[Any], properties: levels.Properties, cast_model_outputs: torch.dtype | None
+    models: list[Any], optimizers: list[Any], properties: Properties, cast_model_outputs: torch.dtype | None
 ) -> None:
     refuse_wrapped(models)
     if not _amp_state.allow_incoming_model_not_fp32:
@@ -132,7 +139,7 @@ def _listed(value: Any, kind: Any, text: str) -> list[Any]:
     return value
 
 
-def _report(title: str, properties: levels.Properties) -> None:
+def _report(title: str, properties: Properties) -> None:
     maybe_print("\n".join([title, *(f"{name:22} : {value}" for name, value in properties.options.items())]), rank0=True)
 
 

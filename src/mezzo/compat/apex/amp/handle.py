@@ -43,8 +43,8 @@ def begin(device_type: str, *, verbose: bool = False) -> AmpHandle:
     """
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
-    _amp_state.handle = AmpHandle(device_type, verbose=verbose)
-    return _amp_state.handle
+    handle = _amp_state.handle = AmpHandle(device_type, verbose=verbose)
+    return handle
 
 
 def disable_casts() -> AbstractContextManager[Any]:

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mezzo.formats import FP16, FP32
+
 if TYPE_CHECKING:
-    from mezzo.compat.apex.amp.handle import AmpHandle
-    from mezzo.compat.apex.amp.levels import Properties
+    from mezzo.compat.apex.amp.casts import PatchedFunctions
     from mezzo.compat.apex.amp.scaler import LossScaler
     from mezzo.engine.casts.casting import Casting
+
+
+@dataclass
+class Properties:
+    """The properties of a level, as changed by the keywords of ``initialize``."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    """What weights and inputs are cast to; None or False casts nothing."""
+    patch_torch_functions: bool = False
+    """Whether torch's functions cast their operands, each by its list."""
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The properties by name."""
+        return dataclasses.asdict(self)
+
+
+class CastsOfO1(Protocol):
+    """The casts of O1 on one kind of device."""
+
+    mode: PatchedFunctions
+
+    def is_active(self) -> bool:
+        """Return whether functions are cast at the moment."""
+
+    def _deactivate(self) -> None:
+        """End the casts for good."""
 
 
 class AmpState:
@@ -23,7 +58,7 @@ class AmpState:
     def __init__(self) -> None:
         self.replaced_by_policy = False
         """Whether ``initialize`` does nothing, since a precision policy replaces amp."""
-        self.handle: AmpHandle | None = None
+        self.handle: CastsOfO1 | None = None
         """The casts of O1; None before ``initialize`` and under other levels."""
         self.hard_override = False
         """Whether broken rules of ``initialize`` print a warning instead of raising."""
@@ -59,3 +94,105 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Return the parameters that ``optimizer`` updates, one after the other: FP32 masters where there are any."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+# --- The optimization levels O0 to O3, and the changes that keywords may make to each ---------------------------------------------
+
+BRIEF = {
+    "O0": "O0:  FP32 training, the baseline.",
+    "O1": "O1:  torch's functions cast their operands; weights stay FP32.",
+    "O2": "O2:  FP16 weights, FP32 batch norm and FP32 masters.",
+    "O3": "O3:  FP16 throughout.",
+}
+"""A line about each level."""
+#                                    casts model patches keeps BN masters loss scale
+_LEVELS = {
+    "O0": Properties(True, "O0", FP32.dtype, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", FP16.dtype, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", FP16.dtype, False, False, False, 1.0),
+}
+
+
+def properties_of(opt_level: str) -> Properties:
+    """Return fresh properties of a level.
+
+    Raises:
+        RuntimeError: there is no such level.
+    """
+    if opt_level not in _LEVELS:
+        names = ", ".join(repr(name) for name in _LEVELS)
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {names}: the letter O, not the number zero."
+        )
+    return dataclasses.replace(_LEVELS[opt_level])
+
+
+def override(properties: Properties, name: str, value: Any) -> None:
+    """Change one property by a keyword of ``initialize``.
+
+    Raises:
+        RuntimeError: the level does not allow it (a printed warning under ``hard_override``).
+        ValueError, TypeError: the value is none of those allowed.
+    """
+    setattr(properties, name, _CHECKS[name](properties, value))
+
+
+def _cast_model_type(properties: Properties, value: Any) -> Any:
+    if properties.opt_level == "O1" and value not in (None, False, FP32.dtype):
+        warn_or_err(
+            f"cast_model_type={value} with opt_level='O1', which casts around torch's functions and leaves weights in FP32. "
+            "Allowed with O1: None, False, torch.float32. To cast the model choose opt_level='O2' or 'O3'."
+        )
+    return value
+
+
+def _patch_torch_functions(properties: Properties, value: Any) -> bool:
+    if value and properties.opt_level != "O1":
+        warn_or_err(
+            f"patch_torch_functions=True with opt_level={properties.opt_level!r}. It is set by selecting opt_level='O1' only."
+        )
+    return bool(value)
+
+
+def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
+    if properties.opt_level == "O1" and value is not None:
+        warn_or_err(
+            f"keep_batchnorm_fp32={value} with opt_level='O1', whose weights stay in FP32, those of batch norm included. "
+            "Leave it None, or choose opt_level='O2' or 'O3'."
+        )
+    read = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(read, (bool, type(None))):
+        raise TypeError(
+            f"keep_batchnorm_fp32={value!r}; allowed: True, False, None and the texts 'True' and 'False'. Pass one of these."
+        )
+    return read
+
+
+def _master_weights(properties: Properties, value: Any) -> Any:
+    if properties.opt_level == "O1" and value is not None:
+        warn_or_err(
+            f"master_weights={value} with opt_level='O1', whose weights are FP32 already and need no masters. "
+            "Leave it None, or choose opt_level='O2' or 'O3'."
+        )
+    return value
+
+
+def _loss_scale(properties: Properties, value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"loss_scale={value!r}; allowed: 'dynamic', a number, or a number as text such as '128.0'. Pass one of these."
+        ) from None
+
+
+_CHECKS: dict[str, Callable[[Properties, Any], Any]] = {
+    "cast_model_type": _cast_model_type,
+    "patch_torch_functions": _patch_torch_functions,
+    "keep_batchnorm_fp32": _keep_batchnorm_fp32,
+    "master_weights": _master_weights,
+    "loss_scale": _loss_scale,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,9 @@ from torch import Tensor
 from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.snapshots.memory import can_be_written, dtype_text, numpy_dtype
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.snapshots.known_types import Described, Kind, Parts, Turn, bytes_of, elements_of
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.restore import State
-    from mezzo.launch.torch.snapshots.walk import Walk
-
+from mezzo.launch.torch.snapshots.known_types import Described, Parts, bytes_of, elements_of
+from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
+from mezzo.launch.torch.snapshots.walk import Walk
 
 # --- tensors ---------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -15,11 +15,9 @@ from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.functions import CALLED, call, called
-from mezzo.launch.torch.snapshots.known_types import Described, Kind, Parts, Turn
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.restore import State
-    from mezzo.launch.torch.snapshots.walk import Walk
+from mezzo.launch.torch.snapshots.known_types import Described, Parts
+from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
+from mezzo.launch.torch.snapshots.walk import Walk
 
 _EMPTY: list[Any] = [[], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b""]
 _REVERSIBLE: list[Any] = [[], {}, {}.items(), {}.values()]
@@ -164,14 +162,6 @@ def _reopen(shell: Any, state: State) -> None:
                 hint="resume with the same script, the same arguments and the same data",
             )
         shell._mezzo_first, shell._mezzo_samplers = first, samplers
-
-
-def samplers_of(loader: Any) -> dict[str, Any]:
-    """Return a loader's samplers that are not torch's own, by names."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = dict.fromkeys([getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)])
-    own = [one for one in found if one is not None and not type(one).__module__.startswith("torch.utils.data")]
-    return {f"sampler {number}": one for number, one in enumerate(own)}
 
 
 KINDS: dict[str, Kind] = {

@@ -11,7 +11,7 @@ import random
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,7 @@ from mezzo.launch.torch.snapshots.known_types import (
     NOT_SAVED,
     STATELESS,
     Described,
-    Kind,
     Parts,
-    Saver,
-    Turn,
     has_address_hash,
     is_of_process,
     is_opaque,
@@ -35,13 +32,10 @@ from mezzo.launch.torch.snapshots.known_types import (
     items_of,
     key_name,
 )
+from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.restore import State
-    from mezzo.launch.torch.snapshots.walk import Walk
-
+from mezzo.launch.torch.snapshots.walk import Saver, Savers, Walk
 
 # --- objects ---------------------------------------------------------------------------------------------------------------
 
@@ -375,3 +369,4 @@ _TABLE: dict[str, Kind] = {
 }
 KINDS = _TABLE | arrays.KINDS | functions.KINDS | iterators.KINDS
 """By the names that rows have."""
+SAVERS = Savers(saver_of, is_replaced)

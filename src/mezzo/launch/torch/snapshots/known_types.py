@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import collections
 import csv
-import enum
 import io
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.restore import State
-    from mezzo.launch.torch.snapshots.walk import Walk
-
 Parts = dict[str, Any]
 Described = tuple[str, Parts]
 """The name of an object's kind, and its parts."""
-Saver = Callable[["Walk", Any], Described]
 ABSENT = object()
 """What stands for a value that is not there."""
 
@@ -38,24 +32,6 @@ class Ready(NamedTuple):
     """A part that is JSON already."""
 
     json: Any
-
-
-class Turn(enum.Enum):
-    """When objects of a kind are filled."""
-
-    EARLY, LATE, AFTER, LAST = range(4)
-
-
-def nothing(state: State) -> None:
-    """Create an object that only set-up makes: there is none."""
-
-
-class Kind(NamedTuple):
-    """How objects of one kind are restored."""
-
-    make: Callable[[State], Any] = nothing
-    fill: Callable[[Any, State], Any] | None = None
-    turn: Turn = Turn.EARLY
 
 
 NOT_SAVED = {
@@ -180,3 +156,11 @@ def is_of_process(key: Any) -> bool:
 def key_name(key: Any) -> str:
     """Return what a key is called in messages: a number may have more digits than Python prints."""
     return str(key) if isinstance(key, str) else f"[{key!r:.40}]" if not isinstance(key, int) else f"[{key:#x}]"[:40]
+
+
+def samplers_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's samplers that are not torch's own, by names."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = dict.fromkeys([getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)])
+    own = [one for one in found if one is not None and not type(one).__module__.startswith("torch.utils.data")]
+    return {f"sampler {number}": one for number, one in enumerate(own)}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import iterator_of
+from mezzo.launch.torch.snapshots.kinds import KINDS, SAVERS
 from mezzo.launch.torch.snapshots.library_settings import apply_settings, changed_since, settings_now
 from mezzo.launch.torch.snapshots.reachable import digests_of
 from mezzo.launch.torch.snapshots.restore import Restoration, State
@@ -127,7 +128,7 @@ class Loops:
             return
         began_s = time.perf_counter()
         try:
-            base = walk_through(self._files, own, checks=trains)
+            base = walk_through(self._files, SAVERS, own, checks=trains)
         except SnapshotError as error:
             self._no_end = error
         else:
@@ -205,7 +206,7 @@ class Loops:
     def objects(self) -> dict[str, Any]:
         """Return the models, optimizers, schedulers and scalers that the script can reach now, by name."""
         own = self._files.own_frames(sys._getframe(1))
-        return {} if self._end is None else _trained(walk_through(self._files, own))
+        return {} if self._end is None else _trained(walk_through(self._files, SAVERS, own))
 
     def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         end = self._end
@@ -221,15 +222,14 @@ class Loops:
             for one in own
             for number in self._files.sources[one.f_code.co_filename].loops_around(one)
         }
-        walk = Walk(self._files, end.base, limit=end.base.limits[common], keeps=keeps)
+        walk = Walk(self._files, SAVERS, end.base, limit=end.base.limits[common], keeps=keeps)
         for number, one in enumerate(own[common:], common):
             for name, cell in cells_in(one):
                 walk.frame_cells[id(cell)] = (str(number), name)
         walk.modules()
         variables = list[dict[str, Any]]()
         for number, one in enumerate(own):
-            walk.lasting = number < common
-            variables.append(walk.frame(one, with_cells=walk.lasting))
+            variables.append(walk.frame(one, lasting=number < common))
             self._refuse_early_cells(walk, number)
         generators = [self._generator_way(walk, one) for one in walk.generators]
         self._frozen = True
@@ -258,12 +258,11 @@ class Loops:
             one: FrameType | None = frame
             while thread != threading.get_ident() and one is not None:
                 if self._files.has(one):
-                    error = NotSavable(
+                    raise NotSavable(
                         f"a thread runs {one.f_code.co_name} at {Path(one.f_code.co_filename).name}:{one.f_lineno} at the same time",
                         hint="save with mezzo.Session, or run the script without --snapshot",
+                        lasting=True,
                     )
-                    error.lasting = True
-                    raise error
                 one = one.f_back
 
     def _generator_way(self, walk: Walk, generator: Any) -> Way:
@@ -295,7 +294,7 @@ class Loops:
         if self._base_passed != entry:
             return False
         number, own = int(frame), self._files.own_frames(sys._getframe(1))
-        walk = walk_through(self._files, own)
+        walk = walk_through(self._files, SAVERS, own)
         self._end = _set_up_end(walk, TextSpan(*statement), entry, own)
         self._restoration = Restoration(
             self._files,
@@ -303,6 +302,7 @@ class Loops:
             self._tensors,
             places=tree["places"],
             here=walk,
+            kinds=KINDS,
             move_generator=self._move_generator,
         )
         self._restoration.fill(0, tree["ends"][number])

@@ -6,20 +6,19 @@ after what their keys consist of, and iterators and passes over loaders last, be
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.snapshots.iterators import samplers_of
-from mezzo.launch.torch.snapshots.kinds import KINDS
-from mezzo.launch.torch.snapshots.known_types import ABSENT, Turn
+from mezzo.launch.torch.snapshots.known_types import ABSENT, samplers_of
 from mezzo.launch.torch.snapshots.leaves import read_leaf
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.walk import Walk, path_to
+from mezzo.launch.torch.snapshots.walk import Savers, Walk, path_to
 
 
 class Restoration:
@@ -33,6 +32,7 @@ class Restoration:
         *,
         places: Mapping[str, Any],
         here: Walk,
+        kinds: Mapping[str, Kind],
         move_generator: Callable[[Any, State], None] = lambda generator, state: None,
     ) -> None:
         """Begin with the objects that set-up has made.
@@ -43,10 +43,11 @@ class Restoration:
             tensors: its tensors.
             places: where the objects of set-up were in the first run, as ``Walk.places`` returned it.
             here: the walk through those of this run.
+            kinds: by the names that rows have.
             move_generator: moves a new generator to its place.
         """
         self.files, self.tensors, self.move_generator = files, tensors, move_generator
-        self._rows, self._places, self._here = rows, places, here
+        self._rows, self._places, self._here, self._kinds = rows, places, here, kinds
         self._present = here.matched(places)
         self._objects: dict[int, Any] = {}
         self.storages: dict[str, Any] = {}
@@ -88,7 +89,7 @@ class Restoration:
         turns: dict[Turn, list[int]] = {turn: [] for turn in Turn}
         for number in range(begin, end):
             self._object(number)
-            kind = KINDS[self._rows[number][0]]
+            kind = self._kinds[self._rows[number][0]]
             if kind.fill is not None:
                 turns[kind.turn].append(number)
         turns[Turn.LAST] = (
@@ -98,7 +99,7 @@ class Restoration:
             name, base, parts = self._rows[number]
             if not again and base >= 0 and "checksum" in parts:
                 self._refuse_other_data(number, parts["checksum"])
-            fill = KINDS[name].fill
+            fill = self._kinds[name].fill
             assert fill is not None
             fill(self._objects[number], State(self, name, parts))
 
@@ -112,7 +113,7 @@ class Restoration:
             name, base, parts = self._rows[number]
             if base >= 0 and base not in self._present:
                 raise self._lost(base)
-            make = KINDS[name].make
+            make = self._kinds[name].make
             self._objects[number] = self._present[base] if base >= 0 else make(State(self, name, parts))
         return self._objects[number]
 
@@ -120,9 +121,10 @@ class Restoration:
         """Give a loader's samplers the state of ``sampler_states`` that a pass began with."""
         if saved is None:
             return
-        tree, here = json.loads(saved["tree"]), _walked_samplers(self.files, loader)
-        own = Restoration(self.files, tree["rows"], saved["tensors"], places=tree["places"], here=here)
-        own.fill(0, len(tree["rows"]))
+        tree, here = json.loads(saved["tree"]), _walked_samplers(self.files, self._here.savers, loader)
+        rows, places = tree["rows"], tree["places"]
+        own = Restoration(self.files, rows, saved["tensors"], places=places, here=here, kinds=self._kinds)
+        own.fill(0, len(rows))
 
     def _lost(self, base: int) -> SnapshotError:
         return SnapshotError(
@@ -158,18 +160,36 @@ class State:
         return cls
 
 
-def sampler_states(files: OwnFiles, loader: Any) -> dict[str, Any] | None:
+class Turn(enum.Enum):
+    """When objects of a kind are filled."""
+
+    EARLY, LATE, AFTER, LAST = range(4)
+
+
+def nothing(state: State) -> None:
+    """Create an object that only set-up makes: there is none."""
+
+
+class Kind(NamedTuple):
+    """How objects of one kind are restored."""
+
+    make: Callable[[State], Any] = nothing
+    fill: Callable[[Any, State], Any] | None = None
+    turn: Turn = Turn.EARLY
+
+
+def sampler_states(files: OwnFiles, savers: Savers, loader: Any) -> dict[str, Any] | None:
     """Return the state of a loader's own samplers, which its order follows from, as JSON and tensors; None if all are torch's."""
     if not samplers_of(loader):
         return None
-    base = _walked_samplers(files, loader)
-    now = _walked_samplers(files, loader, base)
+    base = _walked_samplers(files, savers, loader)
+    now = _walked_samplers(files, savers, loader, base)
     tree = json.dumps({"rows": now.rows, "places": base.places()})
     return {"tree": tree, "tensors": {name: one.detach().clone() for name, one in now.tensors.items()}}
 
 
-def _walked_samplers(files: OwnFiles, loader: Any, base: Walk | None = None) -> Walk:
-    walk = Walk(files, base, limit=0 if base is None else len(base.objects))
-    walk.opaque = {id(getattr(loader, "dataset", None))}
+def _walked_samplers(files: OwnFiles, savers: Savers, loader: Any, base: Walk | None = None) -> Walk:
+    walk = Walk(files, savers, base, limit=0 if base is None else len(base.objects))
+    walk.leave_out(getattr(loader, "dataset", None))
     walk.variables(samplers_of(loader), "")
     return walk

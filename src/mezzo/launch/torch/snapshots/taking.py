@@ -32,6 +32,7 @@ from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
+from mezzo.launch.torch.snapshots.kinds import SAVERS
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
 from mezzo.launch.torch.snapshots.restore import sampler_states
@@ -105,7 +106,7 @@ class ScriptSnapshots:
         finder = Finder(self._files)
         sys.meta_path.insert(0, finder)
         patches.on_undo(lambda: sys.meta_path.remove(finder))
-        install_passes(patches, lambda loader: sampler_states(self._files, loader))
+        install_passes(patches, lambda loader: sampler_states(self._files, SAVERS, loader))
         patches.on_undo(register_optimizer_step_post_hook(torch.compiler.disable(lambda *_: self._updated())).remove)
         patches.around(torch.Tensor, "backward", self._after_backward)
         self._defer_sigterm()

@@ -16,19 +16,28 @@ import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from mezzo.engine.snapshots.secret_texts import SecretTexts
 from mezzo.errors import NotSavable, SnapshotError
-from mezzo.launch.torch.snapshots.kinds import is_replaced, saver_of
 from mezzo.launch.torch.snapshots.known_types import Described, Parts, Ready, checksum, is_hook, slots_of
 from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_leaf
 from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 
+Saver: TypeAlias = "Callable[[Walk, Any], Described]"
 _DICTS = ("dict", "OrderedDict", "defaultdict", "variables")
+
+
+class Savers(NamedTuple):
+    """What is known of the kinds of objects to save."""
+
+    saver_of: Callable[[type], Saver]
+    """Returns what describes objects of a type."""
+    is_replaced: Callable[[Any, OwnFiles], bool]
+    """Returns whether an object is made anew in a resumed run."""
 
 
 class Walk:
@@ -37,6 +46,7 @@ class Walk:
     def __init__(
         self,
         files: OwnFiles,
+        savers: Savers,
         base: Walk | None = None,
         *,
         limit: int = 0,
@@ -47,13 +57,14 @@ class Walk:
 
         Args:
             files: the script's files.
+            savers: the kinds of objects.
             base: the walk when the outermost loop was entered; None for that walk itself.
             limit: how many of its objects still exist.
             keeps: names of iterators of the loops that are open.
             checks: whether to read large arrays, so that those that do not change need not be saved.
         """
         self.files, self.keeps, self.limit = files, frozenset(keeps), limit
-        self.base, self._checks = base, checks
+        self.savers, self.base, self._checks = savers, base, checks
         self.rows: list[list[Any]] = []
         self.tensors: dict[str, Tensor] = {}
         self.links: list[tuple[int, str]] = []
@@ -70,9 +81,9 @@ class Walk:
         self.secrets: SecretTexts = SecretTexts() if base is None else base.secrets
         self.frame_cells: dict[int, tuple[str, str]] = {}
         """Cells of the frames that a resumed run creates by calls."""
-        self.opaque: set[int] = set()
+        self._opaque: set[int] = set()
         """Objects to leave out, by their ids."""
-        self.lasting = True
+        self._lasting = True
         """Whether the variables that are walked through live longer than the innermost loop."""
         self.generators: list[types.GeneratorType[Any, Any, Any]] = []
         self._described = 0
@@ -81,16 +92,26 @@ class Walk:
 
     # --- the walk --------------------------------------------------------------------------------------------------------
 
+    def leave_out(self, value: Any) -> None:
+        """Do not walk through an object."""
+        self._opaque.add(id(value))
+
     def modules(self) -> None:
         """Walk through the script's modules."""
         named = sorted(self.files.modules.items())
         self.variables({name: module.__dict__ for name, module in named}, "")
         self.limits.append(len(self.objects))
 
-    def frame(self, frame: FrameType, *, with_cells: bool = True) -> dict[str, Any]:
-        """Walk through the variables of a function, and its cells if they exist before it is called; return references to them."""
+    def frame(self, frame: FrameType, *, lasting: bool = True) -> dict[str, Any]:
+        """Walk through the variables of a function; return references to them.
+
+        Args:
+            frame: the function's.
+            lasting: whether its variables live longer than the innermost loop, and its cells exist before it is called.
+        """
+        self._lasting = lasting
         held = {} if frame.f_locals is frame.f_globals else dict(frame.f_locals)
-        if with_cells:
+        if lasting:
             held |= {f"cell {name}": cell for name, cell in cells_in(frame)}
         found = self.variables(held, frame.f_code.co_name)
         self.limits.append(len(self.objects))
@@ -137,7 +158,9 @@ class Walk:
                 )  # a combination of flags has no name of its own
                 return ["enum", self.ref(type(value), "class"), value.name if named else None, value.value]
         number = self.ids[id(value)] = len(self.objects)
-        base = -1 if self.base is None or is_replaced(value, self.files) else self.base.ids.get(id(value), -1)
+        base = (
+            -1 if self.base is None or self.savers.is_replaced(value, self.files) else self.base.ids.get(id(value), -1)
+        )
         self.objects.append(value)
         while (self.now, name) in self._linked:  # such as a variable and an attribute of one function
             name += "'"
@@ -184,12 +207,11 @@ class Walk:
 
     def refusal(self, value: Any, why: str = "") -> NotSavable:
         """Return the error that an object cannot be saved."""
-        error = NotSavable(
+        return NotSavable(
             f"{self.path(self.now)!r} is a {type_name(value)}, which a snapshot cannot save{': ' if why else ''}{why}",
             hint="create it before the training loop, or train with mezzo.Session and its save",
+            lasting=self._lasting and ITERATOR not in self.path(self.now),
         )
-        error.lasting = self.lasting and ITERATOR not in self.path(self.now)
-        return error
 
     # --- what several kinds share ----------------------------------------------------------------------------------------
 
@@ -206,14 +228,14 @@ class Walk:
     def _description(self, value: Any) -> Described:
         """Return the kind and the parts of an object."""
         kind: Any = type(value)
-        if id(value) in self.opaque:
+        if id(value) in self._opaque:
             return "opaque", {}
         if id(value) in self.frame_cells:
             frame, name = self.frame_cells[id(value)]
             return "frame cell", {"frame": frame, "name": name}
         if not self.is_old and kind in (types.FunctionType, types.MethodType) and is_hook(value):
             return self._left_out(value)
-        return saver_of(kind)(self, value)
+        return self.savers.saver_of(kind)(self, value)
 
     def unknown(self, value: Any) -> Described:
         """Describe an object of C code: set-up makes it again, if it is still what it was there."""
@@ -271,9 +293,9 @@ class Walk:
         return {number: self.objects[found] for number, found in same.items()}
 
 
-def walk_through(files: OwnFiles, frames: Iterable[FrameType], *, checks: bool = True) -> Walk:
+def walk_through(files: OwnFiles, savers: Savers, frames: Iterable[FrameType], *, checks: bool = True) -> Walk:
     """Return a walk through the script's modules and frames, for the objects of set-up."""
-    walk = Walk(files, checks=checks)
+    walk = Walk(files, savers, checks=checks)
     walk.modules()
     for frame in frames:
         walk.frame(frame)
