@@ -227,7 +227,8 @@ WRITERS = {
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
     "report/pages/shared.py": "the command as typed",
-    "report/tracking/log_entry.py": "the command as typed, for a tracker",
+    "report/log_entries.py": "the command as typed, for a tracker",
+    "commands/compare/page.py": "the command as typed, for a tracker",
     "launch/ranks/meeting.py": "the commands of two processes that are not the same",
 }
 

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 import record_builders as build
-from mezzo.records import DiagnoseRecord, Finding, RunRecord
-from mezzo.report.html import render_html
-from mezzo.report.source import SourceLines, source_of
+from mezzo.records import AnyRecord, DiagnoseRecord, Finding, RunRecord
+from mezzo.report.html import render_html, source_lines
+from mezzo.report.pages import page_of
+from mezzo.report.source import SourceLines
 
 TEXT = "".join(f"line_{n} = '<i>{n}</i>'\n" for n in range(1, 21))
+
+
+def source_of(record: AnyRecord, *, typed: str = "") -> SourceLines:
+    return source_lines(page_of(record), typed=typed)
 
 
 def run_of(script: Path, lines: list[str], **fields: object) -> RunRecord:

@@ -33,7 +33,14 @@ _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 def render_html(record: AnyRecord, *, typed: str = "") -> str:
     """Return ``record`` as one page; ``typed`` is the script that a person has just typed."""
-    return _written(page_of(record), source_of(record, typed=typed), command=command_name(record))
+    page = page_of(record)
+    return _written(page, source_lines(page, typed=typed), command=command_name(record))
+
+
+def source_lines(page: Page, *, typed: str = "") -> SourceLines:
+    """Return the lines of code that a page shows; ``typed`` is the script that a person has just typed."""
+    code = next((one for one in page.sections if isinstance(one, SourceCode)), None)
+    return SourceLines() if code is None else source_of(code.run, code.lines, typed=typed)
 
 
 def write_html(record: AnyRecord, path: Path, *, typed: str = "") -> None:

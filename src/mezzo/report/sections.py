@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from mezzo.records import RunRecord
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import Style
 from mezzo.report.source import SourceLines
@@ -208,11 +209,15 @@ class Charts:
     draw: Callable[[SourceLines], Sequence[Drawn]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceCode:
     """The lines of code that the record names, which only a page reads, when it is written."""
 
     form: ClassVar[str] = "source"
+
+    run: RunRecord
+    lines: Sequence[tuple[str, str]]
+    """Each as ``file:line``, with what the record says about it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from mezzo.records import AnyRecord, AuditRecord, CastTotal, Finding, RoundTrip, RunRecord, WideProduct
+from mezzo.records import RunRecord
 from mezzo.records.values import as_path
 from mezzo.report import formatting as fmt
 from mezzo.secrets import hidden_text
@@ -53,18 +53,16 @@ class SourceLines:
     """The anchor of each line, by ``file:line`` as in the record."""
 
 
-def source_of(record: AnyRecord, *, typed: str = "") -> SourceLines:
-    """Return the lines that ``record`` names, of files below the working folder.
+def source_of(run: RunRecord, named: Iterable[tuple[str, str]], *, typed: str = "") -> SourceLines:
+    """Return lines of code, of files below the working folder.
 
     Args:
-        record: it may be somebody else's, so that no file is read because of what it says.
+        run: its record may be somebody else's, so that no file is read because of what it says.
+        named: lines as ``file:line``, each with what the record says about it.
         typed: the script that a person has just typed, whose folder is read, too.
     """
-    run = getattr(record, "run", record)
-    if not isinstance(run, RunRecord):
-        return SourceLines()
     notes: dict[str, list[str]] = {}
-    for place, note in _named(record):
+    for place, note in named:
         if _PLACE.fullmatch(place) and note not in notes.setdefault(place, []):
             notes[place].append(note)
     by_file: dict[str, dict[int, str]] = {}
@@ -77,34 +75,6 @@ def source_of(record: AnyRecord, *, typed: str = "") -> SourceLines:
     roots = [Path.cwd(), *([Path(typed).resolve().parent] if typed else [])]
     files = [_file(name, numbers, keys, notes, run, roots) for name, numbers in by_file.items()]
     return SourceLines(files=files, keys=keys)
-
-
-def module_places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
-    """Return the anchor of a source line for each module that has one."""
-    known = [(module, source.keys[line]) for module, line in lines_of_modules(record) if line in source.keys]
-    return dict(reversed(known))
-
-
-def lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
-    """Return modules with the lines of code that call them; for a module with several, the first line counts."""
-    named: list[WideProduct | RoundTrip | CastTotal] = [*record.wide_products, *record.round_trips, *record.casts]
-    return [(one.module, one.line) for one in named if one.line]
-
-
-def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:
-    findings: list[Finding] = [*getattr(record, "findings", []), *getattr(getattr(record, "run", None), "findings", [])]
-    for finding in findings:
-        for line in finding.lines:
-            yield line, f"{finding.code}: {fmt.clean(finding.title)}"
-    if record.kind == "diagnose":
-        verdict = record.verdict.replace("_", " ")
-        yield record.line, f"{verdict}: {fmt.clean(record.op)}"
-        yield record.swallowed_by, "here the infinity becomes a finite number"
-    if isinstance(record, AuditRecord):
-        for product in record.wide_products:
-            yield product.line, f"{product.op} in {product.format}: {fmt.clean(product.reason)}"
-        for trip in record.round_trips:
-            yield trip.line, f"cast and cast back: {trip.formats}"
 
 
 def _file(

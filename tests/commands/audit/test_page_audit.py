@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import mezzo
 import record_builders as build
 from helpers_audit import audited
+from mezzo.commands.audit import page as audit_page
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
@@ -29,11 +30,10 @@ from mezzo.records import AS_IS, AuditRecord, Cause, Finding, Operation, WidePro
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Nothing, TreeChart, TreeNode
-from mezzo.report.html import render_html
+from mezzo.report.html import render_html, source_lines
 from mezzo.report.pages import page_of
 from mezzo.report.pages.findings import finding_section
 from mezzo.report.sections import FactTable
-from mezzo.report.source import module_places, source_of
 from mezzo.report.terminal import render
 
 
@@ -100,8 +100,8 @@ def test_the_tree_sums_each_module_with_those_inside_it(record: AuditRecord) -> 
 
 
 def test_a_module_leads_to_its_source_line_with_its_text(record: AuditRecord) -> None:
-    source = source_of(record)
-    places = module_places(record, source)
+    source = source_lines(page_of(record))
+    places = audit_page._places(record, source)
     wide = next(p for p in record.wide_products if p.line in source.keys)
     key = source.keys[wide.line]
     assert places[wide.module] == key

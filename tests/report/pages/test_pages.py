@@ -360,8 +360,8 @@ def test_text_of_a_comparison_fits_100_columns() -> None:
     assert max(map(len, shown.splitlines())) <= 100
     table = """\
                                            final loss            accuracy
-                        step   memory      difference          difference       final
-policy    verdict   speed-up    ratio    95% interval        95% interval skips scale"""
+                        step   memory      difference          difference
+policy    verdict   speed-up    ratio    95% interval        95% interval skips final scale"""
     assert [line.split() for line in table.splitlines()] == [line.split() for line in shown.splitlines()[4:7]]
     for words in (
         "bf16 trains like fp32, 1.61x as fast (1.57x to 1.66x).",

@@ -10,7 +10,7 @@ import pytest
 import record_builders as build
 from mezzo.records import AuditRecord, DiagnoseRecord, FallbackRecord, Finding, Loss, ModuleError, Steps
 from mezzo.report.tracking import TrackedRecord
-from mezzo.report.tracking.log_entry import log_entry
+from mezzo.report.tracking.log_entry import log_entry, text_of
 
 FINDING = Finding(code="A601", title="t", modules=["a"], detail="", gain="", fix="do", share=0.25)
 RUN = build.run_record("fp16", num_steps=5, seed=3)
@@ -64,7 +64,7 @@ def test_a_check_has_its_answer_and_the_comparison_behind_it() -> None:
     assert record.comparison is not None
     found, compared = log_entry(record), log_entry(record.comparison)
     assert found.tags == {**compared.tags, "kind": "check", "decision": "use", "use": "bf16"}
-    assert (found.numbers, found.runs, found.kind) == (compared.numbers, compared.runs, "check")
+    assert (found.numbers, found.runs, found.record.kind) == (compared.numbers, compared.runs, "check")
     alone = log_entry(build.check_record(comparison=None))
     assert (alone.tags, alone.runs) == ({"kind": "check", "decision": "use", "use": "bf16"}, [])
 
@@ -93,7 +93,7 @@ def test_the_other_kinds() -> None:
     assert log_entry(DiagnoseRecord(run=RUN, verdict="healthy")).curves == []
     doctor = log_entry(build.doctor_record())
     assert (doctor.script, doctor.tags, doctor.settings["torch"]) == ("", {"kind": "doctor"}, "2.13.0")
-    assert all("Environment" in each.text for each in (audit, found, doctor))
+    assert all("Environment" in text_of(each.record) for each in (audit, found, doctor))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from mezzo.records import AS_IS, AuditRecord
+from mezzo.records import AS_IS, AuditRecord, CastTotal, RoundTrip, WideProduct
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.commands import typed_policy, with_fp32
+from mezzo.report.log_entries import Cell as Entry
+from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
 from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
 from mezzo.report.pages import shared
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages.findings import finding_section, lines_of
 from mezzo.report.sections import (
     FEW_ROWS,
     Charts,
@@ -25,7 +27,7 @@ from mezzo.report.sections import (
     SourceCode,
     facts_section,
 )
-from mezzo.report.source import lines_of_modules, module_places
+from mezzo.report.source import SourceLines
 
 _TINY = 0.01
 """Below this share of the FLOPs, mixed precision is practically unused."""
@@ -38,7 +40,7 @@ _NOTHING_LOWERED = ("A101", "A108")
 def page(record: AuditRecord) -> Page:
     """Return what ``record`` says."""
     script = fmt.clean(PurePath(record.run.script).name)
-    lines = dict(reversed(lines_of_modules(record)))
+    lines = dict(reversed(_lines_of_modules(record)))
     tables = {
         "Product FLOPs by phase and format": _phases(record),
         "Products in FP32 or wider": _wide(record),
@@ -62,10 +64,10 @@ def page(record: AuditRecord) -> Page:
             Charts(
                 draw=lambda source: [
                     modules.phase_bars(record),
-                    modules.module_tree(record, module_places(record, source)),
+                    modules.module_tree(record, _places(record, source)),
                 ]
             ),
-            SourceCode(),
+            SourceCode(run=record.run, lines=_lines(record)),
             *(Section(title=title, blocks=[table], details=True, folded=True) for title, table in tables.items()),
             Section(title="Every operation", blocks=[_operations(record)], shown_in="page", folded=True),
             facts_section("Notes", notes, details=True),
@@ -101,6 +103,25 @@ def _answer(record: AuditRecord, script: str) -> Headline:
         error=shared.error_and_hint(record.run) if record.run.error else "",
         facts=facts if record.steps else [],
     )
+
+
+def _lines(record: AuditRecord) -> list[tuple[str, str]]:
+    """Return the lines of code that the audit names."""
+    products = [(one.line, f"{one.op} in {one.format}: {fmt.clean(one.reason)}") for one in record.wide_products]
+    trips = [(one.line, f"cast and cast back: {one.formats}") for one in record.round_trips]
+    return [*lines_of([*record.findings, *record.run.findings]), *products, *trips]
+
+
+def _lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
+    """Return modules with the lines of code that call them; for a module with several, the first line counts."""
+    named: list[WideProduct | RoundTrip | CastTotal] = [*record.wide_products, *record.round_trips, *record.casts]
+    return [(one.module, one.line) for one in named if one.line]
+
+
+def _places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
+    """Return the anchor of a source line for each module that has one."""
+    known = [(module, source.keys[line]) for module, line in _lines_of_modules(record) if line in source.keys]
+    return dict(reversed(known))
 
 
 def _headline(record: AuditRecord, script: str) -> str:
@@ -253,3 +274,15 @@ def _next(record: AuditRecord) -> Iterator[NextStep]:
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: AuditRecord) -> LogEntry:
+    """Return what is logged of an audit."""
+    rows: list[list[Entry]] = [[f.code, f.title, f.share, " ".join(f.modules), f.fix] for f in record.findings]
+    total = sum(record.flops_by_format.values()) or 1
+    numbers = {f"share_of_flops/{name}": flops / total for name, flops in record.flops_by_format.items()}
+    table = Table(name="findings", columns=["code", "title", "share", "modules", "fix"], rows=rows)
+    return run_entry(record.run, record, tags=codes_of(record.findings), numbers=numbers, tables=[table])

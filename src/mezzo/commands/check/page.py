@@ -9,6 +9,7 @@ from pathlib import PurePath
 from mezzo.commands.compare import page as compare
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, CompareRecord, Gain, Row
 from mezzo.report import formatting as fmt
+from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.pages import shared
 from mezzo.report.sections import Charts, Code, Fact, Grid, Headline, NextStep, Page, Paragraph, Section, facts_section
 
@@ -229,3 +230,13 @@ def _stage(stage: CheckStage) -> tuple[str, ...]:
     again = " (from the interrupted check)" if stage.resumed else ""
     words = map(fmt.clean, (stage.what, stage.why, stage.outcome + again))
     return (*words, fmt.duration_text(stage.duration_s))
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: CheckRecord) -> LogEntry:
+    """Return what is logged of a check: its comparison, with the answer."""
+    entry = plain_entry(record) if record.comparison is None else compare.log_entry(record.comparison)
+    tags = {**entry.tags, "kind": record.kind, "decision": record.answer.decision, "use": record.answer.policy}
+    return replace(entry, record=record, tags=tags)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from mezzo.commands.predict import page as predict
+from mezzo.commands.run import page as run_page
 from mezzo.records import AS_IS, CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import loss, memory, steps
@@ -15,6 +17,8 @@ from mezzo.report.charts.data import Drawn
 from mezzo.report.charts.steps import StepTimes
 from mezzo.report.colours import Style, styles_of
 from mezzo.report.commands import preset_of, row_options, typed_policy
+from mezzo.report.log_entries import Cell as Entry
+from mezzo.report.log_entries import LogEntry, Table, machine, stem
 from mezzo.report.next_steps import ScriptCommands, best_first, explained, skips_many
 from mezzo.report.pages import shared
 from mezzo.report.pages.ranks import difference_facts
@@ -280,7 +284,7 @@ def verdict_grid(record: CompareRecord) -> Grid:
     heads = [f"{head}\ndifference\n95% interval" for head in [*compared, *([metric] if metric else [])]]
     styles = styles_of(record.rows)
     return Grid(
-        heads=("policy", "verdict", "step\nspeed-up", "memory\nratio", *heads, "skips", "final\nscale"),
+        heads=("policy", "verdict", "step\nspeed-up", "memory\nratio", *heads, "skips", "final scale"),
         rows=[_verdict_row(row, names, style=styles[row.policy_shown], metric=bool(metric)) for row in record.rows],
         numbers=range(2, 6 + len(heads)),
         reasons=[fmt.clean(row.reason).rstrip(".") for row in record.rows],
@@ -460,3 +464,53 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: ScriptCommands) 
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: CompareRecord) -> LogEntry:
+    """Return what is logged of a comparison: its table, and an entry for each run behind it."""
+    first = record.runs[0] if record.runs else None
+    return LogEntry(
+        record=record,
+        script=stem(first.script) if first else "",
+        settings={
+            "command": shlex.join(record.command),
+            "baseline": record.baseline,
+            "policies": ",".join(row.policy_shown for row in record.rows),
+            "margin": f"{record.margin:g}",
+            **machine(record.environment),
+        },
+        tags={"kind": record.kind, **{f"verdict {row.policy_shown}": row.verdict for row in record.rows}},
+        numbers=dict(number for row in record.rows for number in _numbers(row)),
+        tables=[_verdict_table(record.rows)],
+        runs=[run_page.log_entry(run, name=name_of_run(run)) for run in record.runs],
+    )
+
+
+def name_of_run(run: RunRecord) -> str:
+    """Return the name of a run in its comparison, which is also a valid name for a folder."""
+    policy = run.policy_shown.replace(":", "_").replace("*", "_")
+    return policy if run.seed is None else f"{policy}-seed{run.seed}"
+
+
+def _numbers(row: Row) -> Iterator[tuple[str, float]]:
+    numbers = {
+        "speedup": None if row.emulated else row.speedup,  # no speed is claimed for emulated formats
+        "memory_ratio": row.memory_ratio,
+        "loss_difference": None if row.loss is None else row.loss.difference,
+        "metric_difference": None if row.metric is None else row.metric.difference,
+    }
+    yield from ((f"{name}/{row.policy_shown}", value) for name, value in numbers.items() if value is not None)
+
+
+def _verdict_table(rows: Sequence[Row]) -> Table:
+    columns = ["policy", "verdict", "speedup", "memory_ratio", "final_loss", "loss_difference", "low", "high", "reason"]
+    lines: list[list[Entry]] = []
+    for row in rows:
+        loss = row.loss
+        known = (loss.value, loss.difference, loss.low, loss.high) if loss is not None else (None,) * 4
+        speedup = None if row.emulated else row.speedup
+        lines.append([row.policy_shown, row.verdict, speedup, row.memory_ratio, *known, row.reason])
+    return Table(name="verdicts", columns=columns, rows=lines)

@@ -13,9 +13,10 @@ from mezzo.report.charts import loss, steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import styles_of
 from mezzo.report.commands import preset_of, typed_policy, with_fp32
+from mezzo.report.log_entries import Curve, LogEntry, codes_of, run_entry
 from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
 from mezzo.report.pages import shared
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages.findings import finding_section, lines_of
 from mezzo.report.sections import (
     Block,
     Cell,
@@ -73,7 +74,7 @@ def page(record: DiagnoseRecord) -> Page:
         sections=[
             Section(title="Where" if place else "", blocks=[Paragraph(text=detail), FactTable(rows=place)]),
             Section(title="Fix", blocks=fix),
-            SourceCode(),
+            SourceCode(run=record.run, lines=_lines(record)),
             *map(finding_section, record.run.findings),
             facts_section(
                 "Magnitudes of the operands",
@@ -197,6 +198,15 @@ def _place(record: DiagnoseRecord, *, in_short: bool = False) -> list[Fact]:
     return facts
 
 
+def _lines(record: DiagnoseRecord) -> list[tuple[str, str]]:
+    """Return the lines of code that the diagnosis names."""
+    return [
+        *lines_of(record.run.findings),
+        (record.line, f"{record.verdict.replace('_', ' ')}: {fmt.clean(record.op)}"),
+        (record.swallowed_by, "here the infinity becomes a finite number"),
+    ]
+
+
 def _skips(record: DiagnoseRecord) -> list[Fact]:
     if not record.num_skipped:
         return []
@@ -286,3 +296,19 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     tried = any(one.tries_fix for one in record.passes)
     return tried and record.run.policy != AS_IS and not (record.own_cast or record.fails_in_fp32)
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: DiagnoseRecord) -> LogEntry:
+    """Return what is logged of a diagnosis."""
+    tags = {"verdict": record.verdict, **codes_of(record.run.findings)}
+    return run_entry(record.run, record, tags=tags, curves=list(_curves(record)))
+
+
+def _curves(record: DiagnoseRecord) -> Iterator[Curve]:
+    for column in ("loss", "grad_norm", "loss_scale", "skipped"):
+        values = [float(getattr(step, column)) for step in record.trend]
+        if values:
+            yield Curve(name=f"step/{column}", steps=[step.step for step in record.trend], values=values)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mezzo.records import DeviceReport, DoctorRecord
 from mezzo.report import formatting as fmt
+from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.pages import shared
 from mezzo.report.sections import Fact, FactTable, Headline, NextStep, Page, Section, facts_section
 
@@ -56,3 +57,11 @@ def _device(device: DeviceReport) -> Section:
     ]
     title = f"{fmt.clean(device.name)} ({fmt.clean(', '.join(details))})"
     return Section(title=title, blocks=[FactTable(rows=rows, heads=("format", "level", "reason"))])
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: DoctorRecord) -> LogEntry:
+    """Return what is logged of the record."""
+    return plain_entry(record)

@@ -9,6 +9,8 @@ from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verifica
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.commands import preset_of, with_fp32
+from mezzo.report.log_entries import Cell as Entry
+from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
 from mezzo.report.next_steps import ScriptCommands, best_first
 from mezzo.report.pages import shared
 from mezzo.report.sections import (
@@ -254,3 +256,16 @@ def _next(record: FallbackRecord) -> Iterator[NextStep]:
             )
         why = "after moving that operation into a module of its own: fp32_modules names modules only"
         yield from commands.step(why, "fallback", policy=policy)
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: FallbackRecord) -> LogEntry:
+    """Return what is logged of a fallback search."""
+    errors = {"error_before": record.error_before, "error_after": record.error_after}
+    rows: list[list[Entry]] = [[m.module, m.type, m.output, m.dgrad, m.wgrad, int(m.kept)] for m in record.modules]
+    table = Table(name="modules", columns=["module", "type", "output", "dgrad", "wgrad", "kept_fp32"], rows=rows)
+    tags = {"verdict": record.verdict, **codes_of(record.run.findings)}
+    numbers = {name: error for name, error in errors.items() if error is not None}
+    return run_entry(record.run, record, tags=tags, numbers=numbers, tables=[table])

@@ -11,6 +11,7 @@ from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.predicted import predict_charts
 from mezzo.report.commands import TypedScript
+from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.next_steps import best_first
 from mezzo.report.pages import shared
 from mezzo.report.sections import (
@@ -177,8 +178,8 @@ def _grid(record: PredictRecord) -> Grid:
     """Return a row for each GPU and policy: speed, memory and what bounds the step."""
     unit = fmt.clean(record.unit)
     has_cost = any(prediction.cost_per_million is not None for prediction in record.predictions)
-    cost = (f"cost\nper million {unit}",) if has_cost else ()
-    numbers = (f"{unit}/s", "10% to 90%", "step", "memory", "largest\nbatch", "over\nFP32", *cost)
+    cost = (f"cost per million {unit}",) if has_cost else ()
+    numbers = (f"{unit}/s", "10% to 90%", "step", "memory", "largest batch", "over FP32", *cost)
     heads = ("GPU", "policy", *numbers, "bound by")
     rows = [_row(prediction, has_cost=has_cost) for prediction in record.predictions]
     return Grid(heads=heads, rows=rows, numbers=range(2, len(heads) - 1), whole=(0, 3), wide=True)
@@ -391,3 +392,11 @@ def _left_for_activations(prediction: Prediction) -> str | None:
     left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
     gib = left / 2**30
     return None if gib < _MIN_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: PredictRecord) -> LogEntry:
+    """Return what is logged of the record."""
+    return plain_entry(record)

@@ -17,6 +17,8 @@ from mezzo.records import (
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import ranges
 from mezzo.report.commands import with_fp32, with_scale
+from mezzo.report.log_entries import Cell as Entry
+from mezzo.report.log_entries import LogEntry, Table, run_entry
 from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
 from mezzo.report.pages import shared
 from mezzo.report.sections import (
@@ -44,7 +46,7 @@ def page(record: RangesRecord) -> Page:
     heads = ("tensor", "kind", "values", "zeros", "magnitudes")
     windowed = (*heads, f"window in {form}", "note")
     windows = Grid(
-        heads=("format", "scale window", "begin with", "zero\nunscaled", "zero\nscaled", "why"),
+        heads=("format", "scale window", "begin with", "zero unscaled", "zero scaled", "why"),
         rows=[_window_row(w) for w in record.windows],
         sortable=False,
     )
@@ -272,3 +274,17 @@ def _next(record: RangesRecord) -> Iterator[NextStep]:
     yield from commands.step(why, "compare", policies=with_fp32(fits))
     if not commands.script:
         yield from commands.step("see whether any value leaves the format", "diagnose", policy=fits)
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: RangesRecord) -> LogEntry:
+    """Return what is logged of a record of ranges."""
+    kinds = {f"exponents/{kind.kind}": kind.histogram for kind in record.kinds}
+    tensors = {f"exponents of {tensor.kind}/{tensor.name}": tensor.histogram for tensor in record.tensors}
+    counted = {name: histogram for name, histogram in (kinds | tensors).items() if histogram.counts}
+    rows: list[list[Entry]] = [[w.format, w.lowest, w.highest, w.suggested, w.lost, w.reason] for w in record.windows]
+    columns = ["format", "lowest_exponent", "highest_exponent", "suggested_exponent", "lost", "reason"]
+    table = Table(name="scale windows", columns=columns, rows=rows)
+    return run_entry(record.run, record, tags={}, histograms=counted, tables=[table])

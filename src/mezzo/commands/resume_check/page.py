@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from mezzo.records import AS_IS, ResumeCheckRecord
 from mezzo.report import formatting as fmt
+from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.next_steps import ScriptCommands, best_first
 from mezzo.report.pages import shared
 from mezzo.report.sections import Fact, FactTable, Grid, Headline, NextStep, Page, Section, facts_section
@@ -109,3 +110,11 @@ def _next(record: ResumeCheckRecord) -> Iterator[NextStep]:
         yield from commands.again(_BEFORE_AGAIN[record.verdict])
     if record.verdict in ("differs", "does_not_resume", "no_checkpoint"):
         yield from commands.step("let Mezzo save and resume the unedited script", "run", policy=AS_IS, snapshot="5m")
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: ResumeCheckRecord) -> LogEntry:
+    """Return what is logged of the record."""
+    return plain_entry(record)

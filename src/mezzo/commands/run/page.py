@@ -23,9 +23,10 @@ from mezzo.report.charts import loss, memory, series, steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import styles_of
 from mezzo.report.commands import preset_of, typed_policy, with_fp32
+from mezzo.report.log_entries import Curve, LogEntry, codes_of, settings_of, stem
 from mezzo.report.next_steps import ScriptCommands, after_failure, best_first, skips_many
 from mezzo.report.pages import ranks, shared
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages.findings import finding_section, lines_of
 from mezzo.report.pages.shared import facts
 from mezzo.report.sections import (
     Charts,
@@ -64,7 +65,7 @@ def page(record: RunRecord) -> Page:
             facts_section("Ranks", ranks.rank_facts(record)),
             facts_section("Differences between ranks", ranks.difference_facts(record)),
             *map(finding_section, record.findings),
-            SourceCode(),
+            SourceCode(run=record, lines=lines_of(record.findings)),
             Charts(draw=lambda _: _charts(record)),
             *([] if record.watched else [held_back]),
             facts_section("Policy", shared.explained(record), details=True),
@@ -360,3 +361,47 @@ def _gpu(gpu: GpuUse) -> list[Fact]:
         rows.append(Fact(what="clock", value=f"{gpu.clock_mhz:.0f}{limit} MHz"))
     causes = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
     return [*rows, Fact(what="throttled by", value=causes or "nothing")]
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+_STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")
+
+
+def log_entry(record: RunRecord, *, name: str = "") -> LogEntry:
+    """Return what is logged of a run; ``name`` is its name in a comparison."""
+    return LogEntry(
+        record=record,
+        script=stem(record.script),
+        name=name,
+        failed=bool(record.error),
+        settings=settings_of(record),
+        tags={"kind": record.kind, **codes_of(record.findings)},
+        curves=list(_curves(record)),
+        numbers=dict(_counted(record)),
+    )
+
+
+def _curves(record: RunRecord) -> Iterator[Curve]:
+    for column in _STEP_COLUMNS:
+        values = list(enumerate(getattr(record.steps, column), start=1))
+        if column == "grad_norm":  # NaN in a step that was not skipped: not measured
+            skipped = {n for n, one in enumerate(record.steps.skipped, start=1) if one}
+            values = [(n, v) for n, v in values if not math.isnan(v) or n in skipped]
+        if values:
+            yield Curve(name=f"step/{column}", steps=[n for n, _ in values], values=[float(v) for _, v in values])
+    if record.metric is not None and record.metric.values:
+        yield Curve(name=f"metric/{record.metric.name}", steps=record.metric.steps, values=record.metric.values)
+    for one in record.steps.losses:
+        yield Curve(name=f"loss/{one.name}", steps=one.steps, values=one.values)
+
+
+def _counted(record: RunRecord) -> Iterator[tuple[str, float]]:
+    for kind, size in memory.memory_kinds(record.memory).items():
+        if size is not None:
+            yield f"memory/{kind}_bytes", float(size)
+    for name, share in record.effective.share_by_format.items():
+        yield f"share_of_flops/{name}", share
+    yield "skipped_updates", float(record.steps.num_skipped)
+    yield "duration_s", record.duration_s

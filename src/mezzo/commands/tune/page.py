@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from mezzo.records import TuneRecord, TuneRow, TuneTrial
 from mezzo.report import formatting as fmt
+from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.pages import shared
 from mezzo.report.sections import Cell, Fact, Grid, Headline, NextStep, Page, Paragraph, Section
 
@@ -102,3 +103,11 @@ def _interval(row: TuneRow) -> str:
     if row.speedup_low is None or row.speedup_high is None or math.isnan(row.speedup_low):
         return ""
     return f"95% CI {fmt.ratio_text(row.speedup_low)} to {fmt.ratio_text(row.speedup_high)}"
+
+
+# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
+
+
+def log_entry(record: TuneRecord) -> LogEntry:
+    """Return what is logged of the record."""
+    return plain_entry(record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
 
@@ -35,6 +35,11 @@ def finding_section(finding: Finding, lines: Mapping[str, str] = MappingProxyTyp
         weight=_weight(finding),
         tone=_TONES[finding.severity],
     )
+
+
+def lines_of(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    """Return the lines of code that findings name, each with the finding."""
+    return [(line, f"{one.code}: {fmt.clean(one.title)}") for one in findings for line in one.lines]
 
 
 def _place(module: str, line: str) -> str:

@@ -73,7 +73,7 @@ def memory_section(measured: Sequence[tuple[str, Memory]]) -> Section:
         )
         for (policy, memory), known in zip(measured, sizes, strict=True)
     ]
-    heads = ("policy", *(kind.replace(" ", "\n") for kind in kinds), "total")
+    heads = ("policy", *kinds, "total")
     table = Grid(heads=heads, rows=rows, numbers=range(1, len(heads)))
     return Section(title="Memory of a step", blocks=[table], shown_in="terminal", details=True)
 

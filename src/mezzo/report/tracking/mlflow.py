@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mezzo.errors import UsageError
+from mezzo.report.log_entries import LogEntry
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import LogEntry, TrackedRecord
+from mezzo.report.tracking.log_entry import TrackedRecord, text_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -106,7 +107,7 @@ def _send_one(client: MlflowClient, experiment: str, entry: LogEntry, *, name: s
     run = client.create_run(experiment, run_name=name, tags=tags | ({"mlflow.parentRunId": parent} if parent else {}))
     run_id: str = run.info.run_id
     params = [Param(_key(key), str(value)[:_LONGEST_VALUE]) for key, value in entry.settings.items()]
-    client.log_batch(run_id, params=params, tags=[RunTag("mlflow.note.content", f"```\n{entry.text}\n```")])
+    client.log_batch(run_id, params=params, tags=[RunTag("mlflow.note.content", f"```\n{text_of(entry.record)}\n```")])
     now = run.info.start_time
     metrics = [
         Metric(_key(curve.name), value, now, step)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
+from mezzo.report.log_entries import Cell, LogEntry
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import Cell, LogEntry, TrackedRecord
+from mezzo.report.tracking.log_entry import TrackedRecord, text_of
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -70,7 +71,7 @@ def _write(entry: LogEntry, folder: Path) -> None:
 
     writer = SummaryWriter(logdir=str(folder))
     try:
-        writer.add_text("report", f"```\n{entry.text}\n```")
+        writer.add_text("report", f"```\n{text_of(entry.record)}\n```")
         writer.add_text("settings", _grid(["", ""], [[*pair] for pair in (entry.tags | entry.settings).items()]))
         for curve in entry.curves:
             for step, value in zip(curve.steps, curve.values, strict=True):

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mezzo.errors import UsageError
+from mezzo.report.log_entries import LogEntry
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import LogEntry, TrackedRecord
+from mezzo.report.tracking.log_entry import TrackedRecord
 
 PACKAGE = INSTALL = "wandb"
 _NO_SERVER = ("offline", "dryrun", "disabled")
@@ -83,7 +84,7 @@ def _send_one(entry: LogEntry, tracked: TrackedRecord, *, project: str, name: st
         project=project,
         name=name,
         group=group,
-        job_type=entry.kind,
+        job_type=entry.record.kind,
         config=entry.settings,
         tags=[f"{key}:{value}"[:_LONGEST_TAG] for key, value in entry.tags.items()],
         reinit="create_new",
@@ -100,7 +101,7 @@ def _send_one(entry: LogEntry, tracked: TrackedRecord, *, project: str, name: st
             shown[title] = wandb.Histogram(np_histogram=(histogram.counts, edges))
         if files:
             shown["report"] = wandb.Html(str(tracked.page), inject=False)
-            artifact = wandb.Artifact(f"{project}-{entry.kind}", type="mezzo-record")
+            artifact = wandb.Artifact(f"{project}-{entry.record.kind}", type="mezzo-record")
             for path in (tracked.record, tracked.page):
                 artifact.add_file(str(path))
             run.log_artifact(artifact)
