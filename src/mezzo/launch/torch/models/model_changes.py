@@ -19,7 +19,8 @@ from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import OwnForward
 from mezzo.errors import ScriptError
 from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.notes import RunNotes
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
@@ -32,8 +33,8 @@ _IMAGE_DIMENSIONS = 4
 class ChangedModels:
     """The models of a run that were changed, and the number of input elements of each step."""
 
-    def __init__(self, run: Run, changes: ModelChanges) -> None:
-        self._run, self._changes = run, changes
+    def __init__(self, update: OpenUpdate, notes: RunNotes, changes: ModelChanges) -> None:
+        self._update, self._notes, self._changes = update, notes, changes
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """By model called so far, whether its inputs become channels-last."""
         self._elements: Counter[int] = Counter()
@@ -48,7 +49,7 @@ class ChangedModels:
             self._seen[module] = self._change(module)
         if self._changes.counts_inputs and module.training and torch.is_grad_enabled():
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self._elements[self._run.num_updates] += next((tensor.numel() for tensor in tensors), 0)
+            self._elements[self._update.num_updates] += next((tensor.numel() for tensor in tensors), 0)
         if self._seen[module]:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
         return args, kwargs
@@ -92,7 +93,7 @@ class ChangedModels:
         kernels = [p for p in parameters if p.dim() == _IMAGE_DIMENSIONS]
         if not kernels:
             why = "it has no convolution weights for images"
-            self._run.note_left_alone("channels-last", name, why)
+            self._notes.note_left_alone("channels-last", name, why)
             return False
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in place: optimizers keep their parameters
         why = f"{len(kernels)} weights of {name}, and its input images"
@@ -101,7 +102,7 @@ class ChangedModels:
 
     def _compile(self, module: nn.Module, name: str) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            self._run.note_left_alone(COMPILED, name, "the script compiles it itself")
+            self._notes.note_left_alone(COMPILED, name, "the script compiles it itself")
             return
         module.compile()
         why = f"{name} is compiled at its first call"
