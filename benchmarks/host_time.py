@@ -33,7 +33,6 @@ from benchmarks.harness import BUILDS, CONFIDENCE, RESULTS, Row, show, surroundi
 from benchmarks.processes import Build, Loop, NoAnswerError, answer_of, build, ratio
 from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch import switched
-from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.policy import Policy
 
 SIZES = (64, 256, 256, 10)
@@ -168,7 +167,7 @@ class Script:
             yield self._block(case.format, scales=case.scales)
             return
         with switched(None if case.policy is None else Policy.of(case.policy)) as (run, _):
-            run.guard = ScriptGuard(run, GuardRequest(), on_stop=list)
+            run.begin_guard(GuardRequest(), on_stop=list)
             yield self._block(case.format if case.own_amp else None, scales=case.own_amp and case.scales)
 
     def _block(self, format: torch.dtype | None, *, scales: bool) -> Step:

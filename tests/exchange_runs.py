@@ -68,7 +68,7 @@ def by_script(policy: str, rank: int, *, size: float = 1.0, make: Any = None, ho
         found: Any = next(model.parameters()).grad
         found = (found.full_tensor() if hasattr(found, "full_tensor") else found).clone()
         optimizer.step()
-        return found, run.skips, [f"{r.what} {r.value}: {r.reason}" for r in run.left_alone.values()]
+        return found, run.update.skips, [f"{r.what} {r.value}: {r.reason}" for r in run.notes.left_alone.values()]
 
 
 def sharded(model: nn.Module, **formats: Any) -> nn.Module:

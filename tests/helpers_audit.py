@@ -30,8 +30,8 @@ def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int,
     with as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
         with switched(chosen, observe=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
             runpy.run_path(path, run_name="__main__")
-        assert run.observer is not None
-        record = run.observer.record(
+        assert run.listeners.observer is not None
+        record = run.listeners.observer.record(
             RunRecord(command=[], script=path, script_sha256="", policy=policy, environment=environment("cpu"))
         )
     assert isinstance(record, AuditRecord)

@@ -44,14 +44,14 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
         script_sha256="",
         policy=policy_text(request.policy),
         environment=environment("cpu"),
-        steps=run.recorder.steps(),
+        steps=run.update.recorder.steps(),
         exit_code=int(error is not None),
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
-    assert run.observer is not None
+    assert run.listeners.observer is not None
     if error is not None:
-        run.observer.failed(error)
-    return run.observer.record(whole)
+        run.listeners.observer.failed(error)
+    return run.listeners.observer.record(whole)
 
 
 def diagnosed(

@@ -81,7 +81,7 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
             chosen = None if policy == AS_IS else Policy.parse(policy)
             with switched(chosen, seed=seed) as (run, counted):
                 runpy.run_path(path, run_name="__main__")
-            steps, effective, memory = run.recorder.steps(), counted.effective(), counted.memory()
+            steps, effective, memory = run.update.recorder.steps(), counted.effective(), counted.memory()
             findings = run.lint.findings()
     return Ran(read_values(output.getvalue()), output.getvalue(), steps, effective, memory, findings)
 

@@ -405,7 +405,7 @@ def test_a_launched_script_is_recorded_with_either(command: str | None, kind: ty
             scaler.scale(spoil(loss) if number == 1 and command is None else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert steps.loss == ([2.0, -2.0, -2.0] if command is None else [2.0, -2.0, -6.0])
     assert steps.skipped == [command is None and number == 1 for number in range(3)]
     assert scaler.is_enabled() == (command is None)

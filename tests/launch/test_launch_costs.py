@@ -259,7 +259,7 @@ def test_skips_that_only_the_device_knows_are_recorded(fused: bool) -> None:
             model.weight.grad.mul_(factor)
             scaler.step(optimizer)
             scaler.update()
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert steps.skipped == [False, True, False]
     assert steps.loss_scale == [4.0, 2.0, 2.0]
 
@@ -274,7 +274,7 @@ def test_norms_are_sampled_where_no_loss_scale_needs_them(policy: str | None, sa
         for _ in range(130):
             step()
         run.close_update()
-        norms = run.recorder.steps().grad_norm
+        norms = run.update.recorder.steps().grad_norm
     taken = {number for number, norm in enumerate(norms, start=1) if norm == norm}
     assert taken == ({*range(1, 101), 128} if samples else {*range(1, 131)})
 

@@ -113,7 +113,7 @@ def test_a_complex_model_trains_under_a_lowering_policy() -> None:
             model(layer(torch.randn(8, 4, dtype=torch.complex64)).abs()).square().mean().backward()
             optimizer.step()
     assert set(counted.effective().flops_by_format) == {"complex64", "fp16"}
-    assert "complex numbers are never cast" in run.left_alone["complex64 Linear"].reason
+    assert "complex numbers are never cast" in run.notes.left_alone["complex64 Linear"].reason
 
 
 FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mezzo.launch.torch.counting.counted_step import CountedStep
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.memory import CudaPeaks, Peaks
 from mezzo.measure.step_clock import StepClock
 from mezzo.measure.steps import StepRecorder
@@ -137,10 +137,10 @@ def test_a_cpu_has_no_events(queue: Queue) -> None:
 
 
 def test_the_clock_is_that_of_the_device_trained_on() -> None:
-    run = Run(None)
+    run = TorchRun(None)
     run.begin_on(torch.device("cpu"))
     run.begin_on(torch.device("cuda", 1))
-    assert run.recorder.clock.device == torch.device("cuda", 1)
+    assert run.update.recorder.clock.device == torch.device("cuda", 1)
 
 
 # --- the allocator's peaks ---------------------------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_peaks_are_those_of_all_devices(allocator: list[int]) -> None:
     assert CudaPeaks().read(10) == Peaks(allocated=(100, 30), reserved=(200, 60))
-    memory = CountedStep(Run(None), in_region=lambda: True).memory()
+    memory = CountedStep(TorchRun(None), in_region=lambda: True).memory()
     assert (memory.cuda_allocated_bytes, memory.cuda_reserved_bytes) == (130, 260)
     assert memory.cuda_allocated_bytes_by_device == [100, 30]
     allocator[1] = 0  # a second GPU that is not used
-    assert CountedStep(Run(None), in_region=lambda: True).memory().cuda_allocated_bytes_by_device == []
+    assert CountedStep(TorchRun(None), in_region=lambda: True).memory().cuda_allocated_bytes_by_device == []
 
 
 def test_peaks_leave_the_inspected_step_out(allocator: list[int]) -> None:

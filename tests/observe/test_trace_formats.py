@@ -144,10 +144,10 @@ def audited_under(policy: str | None, train: Callable[[], None]) -> AuditRecord:
     chosen = None if policy is None else Policy.parse(policy)
     with switched(chosen, observe=AuditSettings(steps=(3,))) as (run, _), suppress(StopScript):
         train()
-    assert run.observer is not None
+    assert run.listeners.observer is not None
     where = environment("cpu")
     whole = RunRecord(command=[], script="x.py", script_sha256="", policy=policy or "as-is", environment=where)
-    record = run.observer.record(whole)
+    record = run.listeners.observer.record(whole)
     assert isinstance(record, AuditRecord)
     return record
 
@@ -292,8 +292,8 @@ def test_counts_are_those_of_the_thread_that_trains(command: str) -> None:
         train()
     where = environment("cpu")
     whole = RunRecord(command=[], script="x.py", script_sha256="", policy="bf16", environment=where)
-    assert run.observer is not None
-    record = run.observer.record(whole)
+    assert run.listeners.observer is not None
+    record = run.listeners.observer.record(whole)
     effective = record.run.effective if isinstance(record, AuditRecord) else record.effective  # type: ignore[union-attr]
     assert effective.flops_by_format == {"bf16": STEP_FLOPS * len(settings.steps)}
-    assert run.observer.watched == list(settings.steps)
+    assert run.listeners.observer.watched == list(settings.steps)

@@ -167,7 +167,7 @@ class Driven:
         self._optimizer = DrivenOptimizer(self._parameters)
         self._session = session = Observed(self.models, self._optimizer, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
-        self.recorder.clock.device = session.device
+        self.recorder.clock.begin_on(session.device)
         self.region = session.autocast  # type: ignore[method-assign]
         updated = self._optimizer.param_groups[0]["params"]
         self._updated_tensors: dict[Tensor, Tensor] = dict(zip(self._parameters, updated, strict=True))

@@ -43,6 +43,10 @@ class StepClock:
         self._free: list[Any] = []
         """Events to reuse."""
 
+    def begin_on(self, device: torch.device | None) -> None:
+        """Time the queue of this device from now on."""
+        self.device = device
+
     def mark(self) -> None:
         """Record the time of an update; the last one before the step closes counts."""
         self.ended = self._mark(None if self.ended is None else self.ended[2])

@@ -169,7 +169,7 @@ class StepRecorder:
         """Return an empty recorder that replaces this one and keeps its reports and device."""
         other = StepRecorder()
         other.reports = self.reports
-        other.clock.device = self.clock.device
+        other.clock.begin_on(self.clock.device)
         return other
 
     def loss(self, loss: Tensor, *, reached: Owners | None = None, name: str = "") -> None:

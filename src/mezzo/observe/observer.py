@@ -15,6 +15,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -72,8 +73,8 @@ class Update(NamedTuple):
     skipped: bool
 
 
-class ObservedRun(Protocol):
-    """The part of a run that an observer may use."""
+class ObservedPhase(Protocol):
+    """What the script is doing at the moment."""
 
     in_backward: bool
     in_compiled: bool
@@ -83,22 +84,53 @@ class ObservedRun(Protocol):
     """Callbacks to run once, before the script first compiles code."""
     inside: Any
     """The emulated graph node that is running a backward pass of its own, if any."""
-    device_type: str | None
-    recorder: StepRecorder
-    scale: Scale
-    """The loss scale of the policy."""
-    script_scaler: Any
-    """The script's own GradScaler, if the run leaves it alone."""
-    session_policy: str
-    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone; empty without one."""
-    skips: bool
-    """Whether the current update is skipped: its gradients are set aside while the optimizer steps."""
-    updates: list[Update]
-    """The parts of the update that just closed."""
     recomputing: bool
     """Whether activation checkpointing is recomputing a forward pass."""
-    applied: Policy | None
+
+    def as_in_backward(self) -> AbstractContextManager[None]:
+        """Run code that the launcher ignores, as if in a backward pass."""
+
+
+class ObservedUpdate(Protocol):
+    """The update that the script is making."""
+
+    recorder: StepRecorder
+    script_scaler: Any
+    """The script's own GradScaler, if the run leaves it alone."""
+    skips: bool
+    """Whether the current update is skipped: its gradients are set aside while the optimizer steps."""
+    parts: list[Update]
+    """The parts of the update that just closed."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale by which the parameters' gradients are still multiplied after a backward pass; waits for the device."""
+
+    def skip(self) -> None:
+        """Let the optimizer that is about to step leave its step out."""
+
+
+class ObservedPrecision(Protocol):
+    """The policy and its loss scale."""
+
+    device_type: str | None
+    scale: Scale
+    """The loss scale of the policy."""
+    effective: Policy | None
     """The policy as applied by autocast; None if the script keeps its own precision, or its framework lowers it."""
+
+    @property
+    def main_casting(self) -> Casting | None:
+        """The casting on the device that the script trains on; None if nothing is cast."""
+
+    @property
+    def emulates(self) -> bool:
+        """Whether the policy's formats are emulated on that device."""
+
+
+class ObservedObjects(Protocol):
+    """The models and optimizers that the script trains."""
+
     tree: ModuleTree
     """The modules of the script's models by name."""
 
@@ -110,23 +142,42 @@ class ObservedRun(Protocol):
     def optimizers(self) -> Iterable[torch.optim.Optimizer]:
         """The optimizers that the script created."""
 
+
+class ObservedNotes(Protocol):
+    """What the record says besides."""
+
+    session_policy: str
+    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone; empty without one."""
+
+
+class ObservedRun(Protocol):
+    """The part of a run that an observer may use."""
+
     @property
-    def gradient_scale(self) -> float:
-        """The loss scale by which the parameters' gradients are still multiplied after a backward pass; waits for the device."""
+    def phase(self) -> ObservedPhase:
+        """What the script is doing at the moment."""
+
+    @property
+    def update(self) -> ObservedUpdate:
+        """The update that the script is making."""
+
+    @property
+    def precision(self) -> ObservedPrecision:
+        """The policy and its loss scale."""
+
+    @property
+    def objects(self) -> ObservedObjects:
+        """The models and optimizers that the script trains."""
+
+    @property
+    def notes(self) -> ObservedNotes:
+        """What the record says besides."""
 
     def inspection(self, step: int) -> InspectOperation | None:
         """Return what checks the operations of step number ``step`` for misuse of mixed precision; None for nothing."""
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""
-
-    @property
-    def main_casting(self) -> Casting | None:
-        """The casting on the device that the script trains on; None if nothing is cast."""
-
-    @property
-    def emulates(self) -> bool:
-        """Whether the policy's formats are emulated on that device."""
 
 
 class Observer(ABC):
@@ -256,7 +307,7 @@ class Observer(ABC):
     @property
     def compiles(self) -> bool:
         """Whether the script compiles code, which hides single operations."""
-        return self.run.compiles
+        return self.run.phase.compiles
 
     def too_short(self) -> bool:
         """Return whether the script ended before its first observed step did."""
@@ -272,7 +323,9 @@ class Observer(ABC):
         """Return ``run`` with the formats that were counted in inspected steps, if any step was inspected."""
         if counted.step is None:
             return run
-        formats = effective(counted, self.run.applied, emulates=self.run.emulates, uncounted=run.effective)
+        formats = effective(
+            counted, self.run.precision.effective, emulates=self.run.precision.emulates, uncounted=run.effective
+        )
         return run.model_copy(update={"effective": formats})
 
     # --- when observation begins and ends ------------------------------------------------------------------------------------------
@@ -308,11 +361,11 @@ class Observer(ABC):
     def can_switch_modes(self) -> bool:
         """Return whether observation can begin or end here."""
         # Autograd and compiled code restore the modes that were on before; compiled code cannot switch to eager half-way either.
-        return not (self.run.in_backward or self.run.in_compiled)
+        return not (self.run.phase.in_backward or self.run.phase.in_compiled)
 
     def _begin_immediately(self) -> None:
         """Begin before the script's first line; code that the script compiles later runs eagerly while observation lasts."""
-        self.run.before_compiling.append(self._eager_from_here)
+        self.run.phase.before_compiling.append(self._eager_from_here)
         self._begin()
 
     def _eager_from_here(self) -> None:
@@ -352,7 +405,7 @@ class Observer(ABC):
     def _begin(self) -> None:
         self._observing = self._waiting[0]
         if "torch._dynamo" in sys.modules:
-            self.forced_eager = self.forced_eager or self.run.compiles
+            self.forced_eager = self.forced_eager or self.run.phase.compiles
             self._run_eagerly()
         self.begin(self._observing)
 

@@ -232,7 +232,7 @@ def test_a_norm_that_swallows_an_overflow_stops_learning() -> None:
     for policy, seed in itertools.product(("fp32", "fp16"), range(2)):
         with switched(Policy.parse(policy), seed=seed) as (trained, _):
             exec(compile(SWALLOWED, "train.py", "exec"), {"__name__": "__main__"})
-        runs.append(run(policy, trained.recorder.steps().loss, seed=seed))
+        runs.append(run(policy, trained.update.recorder.steps().loss, seed=seed))
     row = row_of(runs, "fp16")
     assert row.verdict == "stopped_learning"
     assert row.reason.startswith("2 of 2 runs stopped learning: with seed 0, the loss went from 1.")

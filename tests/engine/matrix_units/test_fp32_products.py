@@ -88,7 +88,7 @@ def test_fp32_is_fp32_whatever_the_script_sets(script: Callable[[], None]) -> No
         assert computes_in_tf32() == (False, False, False)
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         assert_older_switches_can_be_read(tf32=False)
-    noted = [r for r in run.left_alone.values() if r.what == "fp32 products"]
+    noted = [r for r in run.notes.left_alone.values() if r.what == "fp32 products"]
     assert [r.value for r in noted if "flags" not in r.value][: len(NOTED[script])] == NOTED[script]
     assert {r.reason for r in noted} == {"the script asks for reduced precision, and policy fp32 overrides it"}
 
@@ -99,14 +99,14 @@ def test_tf32_is_tf32_whatever_the_script_sets() -> None:
         assert computes_in_tf32() == (True, True, True)
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # TF32 is CUDA's; a CPU computes in FP32
         assert_older_switches_can_be_read(tf32=True)
-    assert len(run.left_alone) == 4
+    assert len(run.notes.left_alone) == 4
 
 
 @pytest.mark.parametrize("policy", ["fp32", "tf32"])
 def test_what_the_script_sets_as_the_policy_does_is_not_noted(policy: str) -> None:
     with switched(Policy.of(policy)) as (run, _):
         (_off if policy == "fp32" else _allow)()
-    assert run.left_alone == {}
+    assert run.notes.left_alone == {}
 
 
 @pytest.mark.parametrize("policy", [None, "bf16:op_lists=device"])
@@ -114,7 +114,7 @@ def test_other_policies_leave_the_scripts_switches_alone(policy: str | None) -> 
     with switched(None if policy is None else Policy.of(policy)) as (run, _):
         _legacy()
         assert torch.get_float32_matmul_precision() == "high"
-    assert run.left_alone == {}
+    assert run.notes.left_alone == {}
 
 
 @pytest.mark.parametrize("policy", ["fp32", "tf32"])

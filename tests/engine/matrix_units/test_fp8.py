@@ -34,7 +34,7 @@ from mezzo.devices import Device
 from mezzo.engine.matrix_units import fp8_torchao as fp8layers
 from mezzo.engine.matrix_units.emulation import LINEAR, float8_linear, quantise
 from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
 
@@ -650,10 +650,10 @@ def test_emulation_needs_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fp8_units", "any_size")
 def test_a_launched_scripts_model_computes_in_fp8_and_the_rest_is_on_record() -> None:
     model = network()
-    run = Run(Policy.parse("fp8"))
+    run = TorchRun(Policy.parse("fp8"))
     assert run.record_root(model, ()) == "cpu"
     assert kinds(model) == ["Float8Linear", "Float8Linear", "Linear"]
-    assert [(r.what, r.value) for r in run.left_alone.values()] == [("not in fp8", "5 (16 to 3)")]
+    assert [(r.what, r.value) for r in run.notes.left_alone.values()] == [("not in fp8", "5 (16 to 3)")]
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_nothing_is_saved_between_a_return_and_the_next_update(tmp_path: Path) -
 
 
 def test_a_script_without_a_good_snapshot_is_ended(tmp_path: Path) -> None:
-    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates == 30):
+    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.update.num_updates == 30):
         record = returned(tmp_path, "5")
     assert record.exit_code == 10
     assert record.error is not None
@@ -236,7 +236,7 @@ def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() ->
             script()
         gc.collect()
         assert running.guardrails().stopped
-        assert not running._run.optimizers
+        assert not running._run.objects.optimizers
         assert running.weights()
     patches.undo()
 
@@ -318,7 +318,7 @@ FALLS = [
 def test_a_second_return_falls_back_to_a_safer_policy(
     fault: str, policy: str, ends: str, changes: list[Any], tmp_path: Path
 ) -> None:
-    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates == 16):
+    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.update.num_updates == 16):
         record = returned(tmp_path, fault, policy=policy, source=FALLS_BACK)
     said = (tmp_path / "output.log").read_text()
     assert record.guardrails is not None, said
@@ -337,7 +337,10 @@ def test_a_resumed_run_goes_on_under_the_policy_that_was_fallen_back_to(tmp_path
             shutil.copytree(tmp_path / "dies", folder, ignore=shutil.ignore_patterns("*.lock", ".lock*"))
         folder.mkdir(exist_ok=True)
         dies = mock.patch.dict(os.environ, {"DIES": "1"} if name == "dies" else {})
-        with dies, mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates in (16, 100)):
+        with (
+            dies,
+            mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.update.num_updates in (16, 100)),
+        ):
             record = returned(folder, "range", policy="fp16", source=source, resume=name == "resumed")
         ends[name] = (folder / "output.log").read_text().split("finished")[-1], record
     assert ends["dies"][1].exit_code == 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo.launch.torch import switched
-from mezzo.launch.torch.policy_change import change_policy, fall_back
+from mezzo.launch.torch.policy_change import fall_back
 from mezzo.policy import Policy
 
 
@@ -42,10 +42,10 @@ def test_models_compute_under_the_new_policy(called: Any) -> None:
         optimizer, call = torch.optim.SGD(model.parameters(), lr=0.1), called(model)
         for step in range(6):
             if step in (2, 4):
-                change_policy(run, Policy.parse("bf16" if step == 2 else "fp32"), "a test")
+                run.change_policy(Policy.parse("bf16" if step == 2 else "fp32"), "a test")
             out = call(x)
             found.append(_format_of(out.detach()))
-            scales.append(run.scale.value())
+            scales.append(run.precision.scale.value())
             optimizer.zero_grad()
             out.square().mean().backward()
             optimizer.step()
@@ -65,7 +65,7 @@ def test_the_gradients_after_a_change_are_those_of_a_run_under_the_new_policy() 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             for step in range(150):  # into the steady state
                 if step == 145 and first == "fp16":
-                    change_policy(run, Policy.parse("bf16"), "a test")
+                    run.change_policy(Policy.parse("bf16"), "a test")
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
@@ -98,7 +98,7 @@ def test_the_record_has_the_formats_of_the_first_steps_and_that_they_were_emulat
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(8):
                 if step == 6 and falls:
-                    change_policy(run, Policy.parse("fp32"), "a test")
+                    run.change_policy(Policy.parse("fp32"), "a test")
                 optimizer.zero_grad()
                 model(torch.ones(2, 4)).square().mean().backward()
                 optimizer.step()

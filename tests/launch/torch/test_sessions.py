@@ -35,7 +35,7 @@ def trained(
                 loss = model(torch.full((2, 4), float(value))).float().mean()
             session.step(spoil(loss) if number == poison else loss)
         session.update()
-    return (session, model, optimizer), run.recorder.steps()
+    return (session, model, optimizer), run.update.recorder.steps()
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))

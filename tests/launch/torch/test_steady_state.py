@@ -19,8 +19,7 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch import switched
-from mezzo.launch.torch.guarding import ScriptGuard
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.policy import Policy
@@ -340,7 +339,7 @@ def never_steady() -> Iterator[None]:
 
 def recorded(
     change: Callable[[Training], None], policy: str | None, *, once: bool, own: dict[str, bool] | None = None
-) -> tuple[dict[str, Any], Run, int]:
+) -> tuple[dict[str, Any], TorchRun, int]:
     """Return the steps without their times, the run, and in how many of them it was steady.
 
     ``own`` are AdamW's settings in a script with a GradScaler, which changes its scale every 7 updates; None for a script without one.
@@ -356,7 +355,7 @@ def recorded(
             (change if changed else plain)(training)
             steady += run.steady.optimizer() is not None
         run.close_update()
-        found = run.recorder.steps(run.owners.names).model_dump(exclude={"time_ms", "cpu_ms"})
+        found = run.update.recorder.steps(run.objects.numbers.names).model_dump(exclude={"time_ms", "cpu_ms"})
     return found, run, steady
 
 
@@ -384,7 +383,7 @@ def test_a_steady_run_records_the_same(change: Callable[[Training], None], polic
     assert repr(found) == repr(expected)  # NaN is equal to itself
     assert len(found["loss"]) >= STEPS
     assert (steady > 10, never) == (True, 0)
-    assert run.left_alone == other.left_alone
+    assert run.notes.left_alone == other.notes.left_alone
     assert [f.code for f in run.lint.findings()] == [f.code for f in other.lint.findings()]
 
 
@@ -441,7 +440,7 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, scaler: bool, most: fl
         if scaler:
             training.scaler = torch.amp.GradScaler("cpu")
         if guarded:
-            run.guard = ScriptGuard(run, GuardRequest(), on_stop=list)
+            run.begin_guard(GuardRequest(), on_stop=list)
         for _ in range(CHANGED_AT):
             training.step()
         assert run.steady.optimizer() is not None

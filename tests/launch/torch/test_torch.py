@@ -113,7 +113,7 @@ def test_compiled_code_goes_on_once_everything_has_been_checked(what: str, polic
             scaler.step(sgd)
             scaler.update()
         run.close_update()
-        losses = run.recorder.steps().loss
+        losses = run.update.recorder.steps().loss
     assert len(losses) == 120
     assert losses[-1] < losses[0]
 
@@ -308,14 +308,14 @@ def test_autocast_as_a_decorator_and_inside_a_module_stays_what_it_is() -> None:
 def trained(policy: str, pattern: list[bool]) -> Ran:
     """Train one parameter with gradients that are infinite where ``pattern`` says so."""
     model = nn.Linear(2, 1)
-    model.weight.register_hook(lambda g: g * torch.inf if pattern[run.recorder.num_closed] else g)
+    model.weight.register_hook(lambda g: g * torch.inf if pattern[run.update.recorder.num_closed] else g)
     with switched(Policy.parse(policy)) as (run, counted):
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in pattern:
             sgd.zero_grad()
             model(torch.randn(4, 2)).mean().backward()
             sgd.step()
-    return Ran({}, "", run.recorder.steps(), counted.effective(), counted.memory(), run.lint.findings())
+    return Ran({}, "", run.update.recorder.steps(), counted.effective(), counted.memory(), run.lint.findings())
 
 
 def test_the_scale_goes_the_way_of_gradscaler() -> None:
@@ -363,7 +363,7 @@ def test_a_clamp_does_not_hide_an_overflow() -> None:
         model.weight.grad.clamp_(-1, 1)  # 1, had infinity been let through
         sgd.step()
         assert torch.equal(model.weight, before)
-    assert run.recorder.steps().skipped == [True]
+    assert run.update.recorder.steps().skipped == [True]
 
 
 def test_losses_on_their_own_do_not_count_and_other_outputs_have_none() -> None:
@@ -373,7 +373,7 @@ def test_losses_on_their_own_do_not_count_and_other_outputs_have_none() -> None:
         model(torch.randn(4, 2)).sum()
         model(torch.randn(4, 2)).backward(torch.full((4, 2), 0.5))
         sgd.step()
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert len(steps) == 1
     assert math.isnan(steps.loss[0])
     assert model.bias.grad is not None
@@ -414,7 +414,7 @@ def test_a_loss_counts_times_the_gradient_that_its_backward_pass_starts_from(
             sgd.zero_grad()
             start(model(torch.ones(4, 2)).mean(), model)
             sgd.step()
-    assert [*run.recorder.steps().loss] == [expected] * 5
+    assert [*run.update.recorder.steps().loss] == [expected] * 5
 
 
 def test_gradients_for_some_inputs_only_and_in_a_mapping() -> None:
@@ -459,7 +459,7 @@ def test_an_optimizer_around_another_makes_one_update() -> None:
         around = Around(torch.optim.SGD(parameters, lr=0.01), parameters)
         model(torch.ones(1, 2)).sum().backward()
         around.step()
-    assert math.isclose(run.recorder.steps().grad_norm[0], math.sqrt(3), rel_tol=1e-6)
+    assert math.isclose(run.update.recorder.steps().grad_norm[0], math.sqrt(3), rel_tol=1e-6)
 
 
 def test_an_infinite_loss_before_the_first_update_is_an_error() -> None:
@@ -613,8 +613,8 @@ def test_models_and_optimizers_are_not_kept_alive() -> None:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(2, 2)).sum().backward()
             sgd.step()
-        assert (len(run.roots), len(run.optimizers)) == (1, 1)
-    assert run.recorder.num_closed == 3
+        assert (len(run.objects.roots), len(run.objects.optimizers)) == (1, 1)
+    assert run.update.recorder.num_closed == 3
 
 
 def test_patches_put_back_inherited_and_computed_attributes() -> None:
@@ -687,7 +687,7 @@ def test_a_step_inside_a_modules_forward_pass_computes_as_one_outside(make: Any)
                 whole(torch.randn(8, 6))
                 if not inside:
                     whole.optimizer.step()
-        return run.recorder.steps().grad_norm, [p.detach().clone() for p in whole.parameters()]
+        return run.update.recorder.steps().grad_norm, [p.detach().clone() for p in whole.parameters()]
 
     (norms, weights), (plain_norms, plain_weights) = trained(inside=True), trained(inside=False)
     assert norms == plain_norms
@@ -725,7 +725,7 @@ def test_a_skipped_update_does_not_call_an_optimizer_that_needs_gradients(kind: 
                 optimizers[-1].zero_grad()
                 (model(torch.ones(4, 8)).sum() * 64.0).backward()
                 optimizers[-1].step()
-    skipped = run.recorder.steps().skipped
+    skipped = run.update.recorder.steps().skipped
     assert sum(skipped[:6]) > 0
     assert [one.num_steps for one in optimizers] == [6 - sum(skipped[:6]), 6 - sum(skipped[6:])]
     assert model.weight.isfinite().all()

@@ -47,8 +47,8 @@ def found(policy: str, *, checkpointed: bool = False) -> dict[str, int]:
     """Return the bytes of each finding of an audit, without the one on the many casts of so small a model."""
     with switched(Policy.parse(policy), observe=AuditSettings(steps=(2,))) as (run, _), contextlib.suppress(StopScript):
         train(checkpointed=checkpointed)
-    assert run.observer is not None
-    record = run.observer.record(
+    assert run.listeners.observer is not None
+    record = run.listeners.observer.record(
         RunRecord(command=[], script="", script_sha256="", policy=policy, environment=environment("cpu"))
     )
     assert isinstance(record, AuditRecord)

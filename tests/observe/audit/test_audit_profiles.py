@@ -56,8 +56,8 @@ def test_a_script_keeps_its_own_profile(kind: str, in_way: set[int], steps: tupl
         switched(None, observe=AuditSettings(steps=(*steps, 9))) as (run, _),  # not the last step: the script continues
     ):
         runpy.run_path(SCRIPT, run_name="__main__")
-        assert isinstance(run.observer, observer.Audit)
-        assert run.observer._kernels.gave_way == bool(in_way & set(steps))
+        assert isinstance(run.listeners.observer, observer.Audit)
+        assert run.listeners.observer._kernels.gave_way == bool(in_way & set(steps))
     assert json.loads(printed.getvalue())["products"] is True
 
 

@@ -83,8 +83,8 @@ def measured(train: Callable[[], None], policy: str, folder: Path) -> LossyProdu
     settings = FallbackSettings(steps=(1,), policy=Policy.parse(policy), folder=str(folder))
     with switched(Policy.parse("fp32"), observe=settings) as (run, _), contextlib.suppress(StopScript):
         train()
-    assert run.observer is not None
-    run.observer.record(
+    assert run.listeners.observer is not None
+    run.listeners.observer.record(
         RunRecord(command=[], script="", script_sha256="", policy="fp32", environment=environment("cpu"))
     )
     return read_measured(settings).lossy

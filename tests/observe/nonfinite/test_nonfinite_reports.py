@@ -89,9 +89,9 @@ def test_a_report_is_found_by_run(report: Found) -> None:
 def test_a_report_is_found_by_audit() -> None:
     with switched(None, observe=AuditSettings(steps=(2,))) as (run, _), contextlib.suppress(StopScript):
         reports.lost_updates()
-    assert run.observer is not None
+    assert run.listeners.observer is not None
     whole = RunRecord(command=[], script="", script_sha256="", policy=AS_IS, environment=environment("cpu"))
-    record = run.observer.record(whole)
+    record = run.listeners.observer.record(whole)
     assert isinstance(record, AuditRecord)
     assert "A401" in {finding.code for finding in record.findings}
 

@@ -344,8 +344,8 @@ def of_script(name: str, *words: str, steps: int = 3) -> RangesRecord:
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(contextlib.suppress(SystemExit))
         runpy.run_path(path, run_name="__main__")
-    assert run.observer is not None
-    record = run.observer.record(build.run_record("fp32", num_steps=steps))
+    assert run.listeners.observer is not None
+    record = run.listeners.observer.record(build.run_record("fp32", num_steps=steps))
     assert isinstance(record, RangesRecord)
     return record
 

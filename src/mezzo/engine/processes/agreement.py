@@ -42,6 +42,10 @@ class Agreement:
         self.next = 1
         """The number of updates at which all processes exchange again."""
 
+    def wait_until(self, step: int) -> None:
+        """Exchange nothing before this step."""
+        self.next = step
+
     def restart(self) -> None:
         """Exchange at the next update; the count of updates restarts."""
         self.next, self._interval = 1, 1

@@ -11,8 +11,8 @@ import functools
 import importlib
 import math
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,6 +67,7 @@ class ObservedKeras:
 
     def __init__(self, run: KerasRun, settings: AnySettings) -> None:
         self._run = run
+        self.phase = self.update = self.precision = self.objects = self.notes = self  # no part is used by itself here
         self.in_backward = self.in_compiled = self.compiles = self.recomputing = self.skips = False
         self.before_compiling: list[Callable[[], Any]] = []
         self.inside: Any = None
@@ -75,8 +76,8 @@ class ObservedKeras:
         self.script_scaler: Any = None
         self.session_policy = ""
         self.gradient_scale = 1.0
-        self.updates: list[Update] = []
-        self.applied: Policy | None = None
+        self.parts: list[Update] = []
+        self.effective: Policy | None = None
         self.tree: ModuleTree = LayerTree()
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self.device_type: str | None = None
@@ -94,6 +95,19 @@ class ObservedKeras:
     def optimizers(self) -> list[Any]:
         """The optimizers that have made an update."""
         return list(self._optimizers.values())
+
+    @contextmanager
+    def as_in_backward(self) -> Iterator[None]:
+        """Run code that is left alone, as if in a backward pass."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
+
+    def skip(self) -> None:
+        """Let the optimizer that is about to step leave its step out."""
+        self.skips = True
 
     def inspection(self, step: int) -> None:
         """Return nothing: the formats of a Keras layer are its dtype policy's."""
@@ -184,7 +198,7 @@ class ObservedKeras:
 
     # --- updates ---------------------------------------------------------------------------------------------------------------
 
-    def update(self, apply: Call, inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
+    def make_update(self, apply: Call, inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
         """Apply gradients with PyTorch's optimizer hooks around it; skip the update if a hook has removed the gradients.
 
         Args:
@@ -216,7 +230,7 @@ class ObservedKeras:
                 hook(updated, (updated,), {})  # type: ignore[arg-type]
         skipped = int(inner.iterations) == before
         scaler = 0 if self.script_scaler is None else self.script_scaler.key
-        self.updates.append(Update(scaler=scaler, optimizer=id(inner), skipped=skipped))
+        self.parts.append(Update(scaler=scaler, optimizer=id(inner), skipped=skipped))
         self.observer.updated(updated)  # type: ignore[arg-type]
         return result
 
@@ -231,7 +245,7 @@ class ObservedKeras:
         (skipped, scale), self._pending = self._pending, None
         self.recorder.close(skipped=skipped, scale=scale)
         self.observer.step_closed(self.recorder.num_closed)
-        self.updates = []
+        self.parts = []
 
 
 def unobserved() -> AbstractContextManager[Any]:

@@ -137,7 +137,7 @@ class Updates:
         before = backend.read(inner._iterations)
         apply = (inner if passes_through else optimizer).apply
         if run.observed is not None:
-            apply = functools.partial(run.observed.update, apply, inner, norm=norm)
+            apply = functools.partial(run.observed.make_update, apply, inner, norm=norm)
         result = apply(grads, variables)
         if scaler is not None and run.policy is not None:
             self._bound(run.policy, scaler.dynamic_scale)

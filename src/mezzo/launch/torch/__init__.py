@@ -1,4 +1,4 @@
-"""Run PyTorch code that does not use Mezzo under a policy. All patches of torch are set and undone here."""
+"""TorchRun PyTorch code that does not use Mezzo under a policy. All patches of torch are set and undone here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mezzo.launch.torch.script_amp.own_amp import replace_amp
 from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.script_amp.trial_changes import make_changes
 from mezzo.launch.torch.sessions import record_sessions
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.torch_training import TorchTraining
 from mezzo.launch.torch.updates.optimizer_steps import Updates
 from mezzo.launch.torch.watching import watched
@@ -41,15 +41,15 @@ from mezzo.policy import Policy
 @contextmanager
 def switched(
     policy: Policy | None, *, seed: int | None = None, observe: AnySettings | None = None
-) -> Iterator[tuple[Run, CountedStep]]:
-    """Run the code inside under ``policy`` (None: its own precision) and record every training step.
+) -> Iterator[tuple[TorchRun, CountedStep]]:
+    """TorchRun the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
         policy: the policy to apply.
         seed: added to every seed that the code sets; None leaves seeds alone.
         observe: settings of the observer, ``run.observer``; with one, formats and bytes are not counted.
     """
-    run, patches = Run(policy), Patches()
+    run, patches = TorchRun(policy), Patches()
     regions = ForwardRegions(run, watched=observe is not None)
     communication = Communication(run)
     counted = CountedStep(run, in_region=regions.covered)
@@ -57,7 +57,7 @@ def switched(
         if seed is not None:
             shift_seeds(seed, patches)
         if policy is not None and policy.casting == "none":
-            keep_fp32_products(policy, patches, run.note_left_alone)
+            keep_fp32_products(policy, patches, run.notes.note_left_alone)
         replace_amp(run, patches)
         report_to_lint(run.lint, patches, as_is=policy is None)
         if policy is None:
@@ -88,7 +88,7 @@ def switched(
 
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
-    """Run the code inside as ``switched`` does, for a process that runs one script."""
+    """TorchRun the code inside as ``switched`` does, for a process that runs one script."""
     patches = Patches()
     with (
         switched(policy, seed=seed, observe=observe) as (run, counted),
@@ -134,28 +134,16 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
     return Audit(settings, run)
 
 
-def _begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
+def _begin_observing(settings: AnySettings, run: TorchRun, patches: Patches) -> None:
     """Observe ``run`` until ``patches`` are undone; if the first steps turn out to be no training steps, with a new observer."""
 
-    def begin() -> Observer:
-        run.observer = observer_for(settings, run)
-        run.watchers.append(run.observer)
-        run.observer.start()
-        return run.observer
-
     def observer() -> Observer:
-        assert run.observer is not None
-        return run.observer
-
-    def restart() -> None:
-        observer().close()
-        run.watchers.remove(run.observer)
-        begin()
+        assert run.listeners.observer is not None
+        return run.listeners.observer
 
     if isinstance(settings, DiagnoseSettings):
-        make_changes(settings.changes, run.tree, patches)
-    begin()
-    run.by_hand.restart_observer = restart
+        make_changes(settings.changes, run.objects.tree, patches)
+    run.listeners.observe(lambda: observer_for(settings, run))
     _note_script_profiles(observer, patches)
     patches.on_undo(lambda: observer().close())
 

@@ -33,7 +33,7 @@ from mezzo.engine.casts.conversion import to_format
 from mezzo.engine.casts.half import HALF
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 
 _FP32 = FP32.dtype
 
@@ -41,7 +41,7 @@ _FP32 = FP32.dtype
 class ForwardRegions:
     """Hooks that begin and end regions around a script's modules and compiled functions."""
 
-    def __init__(self, run: Run, *, watched: bool) -> None:
+    def __init__(self, run: TorchRun, *, watched: bool) -> None:
         self._run, self._watched = run, watched
         self._counting_over = False
         self._original_call: Any = None
@@ -51,11 +51,11 @@ class ForwardRegions:
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
         patches.wrap(nn.Module, "__call__", self._call)
-        if self._watched and self._run.applied is not None and self._run.applied.lowers:
+        if self._watched and self._run.precision.effective is not None and self._run.precision.effective.lowers:
             patches.on_undo(register_module_forward_hook(self._convert_output).remove)
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
-        if self._run.applied is not None and self._run.applied.lowers:
+        if self._run.precision.effective is not None and self._run.precision.effective.lowers:
             patches.around(F, "binary_cross_entropy", _in_fp32)
 
     def counting_ended(self) -> None:
@@ -68,16 +68,16 @@ class ForwardRegions:
 
     def _convert_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Convert the outermost module's output while watchers still attribute that to the module."""
-        local = self._run.local
+        local = self._run.phase.local
         if torch.compiler.is_compiling() or local.outermost is not module or local.keeps_format:
             return None
         return _half_to_fp32(output)
 
     def covered(self) -> bool:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
-        if self._run.local.depth:
+        if self._run.phase.local.depth:
             return True
-        device_type = self._run.device_type
+        device_type = self._run.precision.device_type
         # A kernel of Mezzo has turned autocast off around itself; its table is still open.
         return open_table() is not None or (device_type is not None and is_autocast_enabled(device_type))
 
@@ -87,34 +87,39 @@ class ForwardRegions:
         Torch's global hooks are not used: a single one sends the calls of all inner modules through torch's slow path.
         A policy that casts the model does so here, too: torch looks up a module's ``forward`` before any hook runs.
         """
-        local, run = self._run.local, self._run
+        local, run = self._run.phase.local, self._run
         is_torch_call = original is nn.Module._wrapped_call_impl
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # half the cost of is_compiling, in every module's call
                 return original(module, *args, **kwargs)
-            if run.autocasts_off and local.autocasts_off and not is_compiling():
+            if run.phase.autocasts_off and local.autocasts_off and not is_compiling():
                 args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
             if local.depth:  # instead of torch's function, not around it: torch.compile must find torch's own
-                if is_torch_call and not run.compiles and module._compiled_call_impl is None:
+                if is_torch_call and not run.phase.compiles and module._compiled_call_impl is None:
                     return module._call_impl(*args, **kwargs)
                 return original(module, *args, **kwargs)
             if torch.compiler._is_compiling_flag:  # is_compiling, without its two calls
                 return original(module, *args, **kwargs)
             if not run.lint.over:
                 run.lint.called(args, kwargs)
-            elif self._counting_over and run.changed_models is None and run.on_root_call is None and not run.compiles:
+            elif (
+                self._counting_over
+                and run.objects.changed_models is None
+                and run.objects.on_root_call is None
+                and not run.phase.compiles
+            ):
                 self._remove()  # a compiled module still calls this function, and torch.compile would then trace what a root call does
-            if run.on_root_call is not None:
-                run.on_root_call(module, (args, kwargs))
-            if run.changed_models is not None:
-                args, kwargs = run.changed_models.called(module, args, kwargs)
+            if run.objects.on_root_call is not None:
+                run.objects.on_root_call(module, (args, kwargs))
+            if run.objects.changed_models is not None:
+                args, kwargs = run.objects.changed_models.called(module, args, kwargs)
             root = local.root
             if (
                 root is None
                 or root.module() is not module
-                or root.policy is not run.applied
+                or root.policy is not run.precision.effective
                 or (parameter := root.parameter()) is None
                 or parameter.device != root.device
             ):
@@ -124,11 +129,11 @@ class ForwardRegions:
                 region = None
             local.keeps_format = casting is not None and is_autocast_enabled(casting.device_type)
             local.depth, local.outermost, local.root = 1, module, None  # a nested call must not enter the region again
-            direct = is_torch_call and not run.compiles and module._compiled_call_impl is None
+            direct = is_torch_call and not run.phase.compiles and module._compiled_call_impl is None
             forward = module._call_impl if direct else functools.partial(original, module)
             try:
-                if run.changed_models is not None:
-                    run.changed_models.checkpoint(module, args, kwargs, root.casting)
+                if run.objects.changed_models is not None:
+                    run.objects.changed_models.checkpoint(module, args, kwargs, root.casting)
                 if region is None:
                     return forward(*args, **kwargs)
                 with region:
@@ -139,14 +144,14 @@ class ForwardRegions:
                 return output
             return to_format(output, _FP32)
 
-        self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
+        self._run.phase.before_compiling.append(functools.partial(_never_compile_alone, call))
         self._original_call, self._installed_call = original, call
         return call
 
     @contextmanager
     def _at_depth(self, depth: int) -> Iterator[None]:
-        """Run code as if it were ``depth`` modules deep."""
-        local = self._run.local
+        """TorchRun code as if it were ``depth`` modules deep."""
+        local = self._run.phase.local
         before, local.depth = local.depth, depth
         try:
             yield
@@ -158,35 +163,23 @@ class ForwardRegions:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(function, *args, **kwargs)
-            depth = self._run.local.depth
+            depth = self._run.phase.local.depth
 
             def at_same_depth(*inner: Any, **named: Any) -> Any:
-                with self._at_depth(depth), self._recomputing():
+                with self._at_depth(depth), self._run.phase.recomputed():
                     return function(*inner, **named)
 
             return original(at_same_depth, *args, **kwargs)
 
         return checkpoint
 
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """Mark code that runs in a backward pass as a recomputed forward pass, for watchers."""
-        before = self._run.recomputing
-        self._run.recomputing = before or torch._C._current_autograd_node() is not None
-        try:
-            yield
-        finally:
-            self._run.recomputing = before
-
     def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile(model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda function: compile(function, **kwargs)
-            self._run.compiles = True
             self._run.steady.end()
-            while self._run.before_compiling:
-                self._run.before_compiling.pop()()
+            self._run.phase.begin_compiling()
             compiled = original(model, **kwargs)
             return compiled if isinstance(model, nn.Module) else self._compiled_function(model, compiled)
 
@@ -195,19 +188,18 @@ class ForwardRegions:
     def _compiled_function(self, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._run.local.depth or torch.compiler.is_compiling():
+            if self._run.phase.local.depth or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
             self._run.lint.compiled_called()
             casting = self._casting_of(function, [args, kwargs])
             keeps_format = casting is not None and is_autocast_enabled(casting.device_type)
-            self._run.in_compiled = True
+            region = nullcontext() if casting is None else casting.region()
             try:
-                with self._at_depth(1), nullcontext() if casting is None else casting.region():
+                with self._run.phase.compiled(), self._at_depth(1), region:
                     result = compiled(*args, **kwargs)
             finally:
-                self._run.in_compiled = False
-                for watcher in self._run.watchers:
-                    watcher.compiled_ended()
+                for listener in self._run.listeners.all:
+                    listener.compiled_ended()
             return result if casting is None or keeps_format else _half_to_fp32(result)
 
         return call
@@ -224,14 +216,16 @@ class ForwardRegions:
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         for module in modules:
             self._run.record_root(module, tensors)
-        if self._run.changed_models is not None:
-            self._run.changed_models.compiled_called(modules)
-        in_update = self._run.local.stepping and not torch.is_grad_enabled()
+        if self._run.objects.changed_models is not None:
+            self._run.objects.changed_models.compiled_called(modules)
+        in_update = self._run.phase.local.stepping and not torch.is_grad_enabled()
         if not modules and (in_update or any(isinstance(value, torch.optim.Optimizer) for value in used)):
             return None
         if tensors:
             self._run.begin_on(tensors[0].device)
-        return self._run.casting(tensors[0].device.type if tensors else self._run.device_type or "cpu")
+        return self._run.precision.casting(
+            tensors[0].device.type if tensors else self._run.precision.device_type or "cpu"
+        )
 
 
 def _never_compile_alone(call: Callable[..., Any]) -> None:
@@ -265,7 +259,7 @@ def _half_to_fp32(output: Any) -> Any:
 
 
 def _in_fp32(original: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that CUDA's autocast rejects, with FP32 operands and autocast off."""
+    """TorchRun a function that CUDA's autocast rejects, with FP32 operands and autocast off."""
     with torch.autocast(input.device.type, enabled=False):
         values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
         return original(*values, **names)

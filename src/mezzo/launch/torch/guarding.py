@@ -15,7 +15,9 @@ from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
 from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request_parts import GuardRequest
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.precision import ScriptPrecision
+from mezzo.launch.torch.steady_state import Steady
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.stopping import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
@@ -29,10 +31,18 @@ _MAX_STEPS_TO_RETURN = 50
 class ScriptGuard:
     """The guardrails of one run."""
 
-    def __init__(self, run: Run, request: GuardRequest, *, on_stop: Callable[[], object]) -> None:
-        """Watch ``run``; ``on_stop`` is called before the script is stopped, while its model still exists."""
-        self._run, self._request, self._on_stop = run, request, on_stop
-        policy = run.applied
+    def __init__(
+        self,
+        precision: ScriptPrecision,
+        update: OpenUpdate,
+        steady: Steady,
+        request: GuardRequest,
+        *,
+        on_stop: Callable[[], object],
+    ) -> None:
+        """Watch a run; ``on_stop`` is called before the script is stopped, while its model still exists."""
+        self._update, self._steady, self._request, self._on_stop = update, steady, request, on_stop
+        policy = precision.effective
         dynamic = policy is not None and policy.loss_scale == "dynamic"
         self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
         self._next = 0
@@ -57,12 +67,12 @@ class ScriptGuard:
         Raises:
             StopScript: an alarm stops the run.
         """
-        run, closed = self._run, self._run.recorder.num_closed
-        if run.steady.optimizer() is None or closed >= self.due:
+        recorder, closed = self._update.recorder, self._update.recorder.num_closed
+        if self._steady.optimizer() is None or closed >= self.due:
             self.due = closed - closed % _STEADY_EVERY + _STEADY_EVERY
             if closed % _SEND_EVERY == 0:
-                run.recorder.send_numbers()
-            self._inspect(run.recorder.seen_from(self._next))
+                recorder.send_numbers()
+            self._inspect(recorder.seen_from(self._next))
             if self._agreement is not None:
                 self._agree(self._agreement, closed)
         if self.pending is not None and closed > self._pending_at + _MAX_STEPS_TO_RETURN:
@@ -106,7 +116,7 @@ class ScriptGuard:
         _say(f"guard: back to {rewind.snapshot}, after {rewind.updates} updates; {changed}")
         self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
         self.pending = None
-        self._next = self._run.recorder.num_closed
+        self._next = self._update.recorder.num_closed
         self._unshared = None
         self._alarms.forget()
 
@@ -146,7 +156,7 @@ class ScriptGuard:
             self.end(f"{alarm.kind}: {alarm.evidence}")
         elif self._request.action == "rewind" and self.pending is None:
             if self.rewinds_left > 0:
-                self.pending, self._pending_at = alarm, self._run.recorder.num_closed
+                self.pending, self._pending_at = alarm, self._update.recorder.num_closed
             else:
                 self.end(f"{alarm.kind} after {len(self.noticed.rewinds)} returns to a snapshot: {alarm.evidence}")
 
@@ -155,7 +165,7 @@ class ScriptGuard:
         if closed >= agreement.next:
             own, self._unshared = self._unshared, None
             if not are_several():  # the script's processes train independently
-                agreement.next = closed + 1
+                agreement.wait_until(closed + 1)
                 if own is not None:
                     self._act(own)
             elif (first := agreement.any_of(closed, None if own is None else own.model_dump())) is not None:

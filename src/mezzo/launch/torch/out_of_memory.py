@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mezzo.devices import cuda_devices_in_use
 from mezzo.engine.gradients import trained_leaves
 from mezzo.error_texts import is_of_full_host, requested_bytes
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.memory import optimizer_bytes, total_bytes
 from mezzo.observe.module_names import Names
@@ -39,11 +39,11 @@ def request_that_failed(error: BaseException, *, step: int) -> OutOfMemory:
     return OutOfMemory(step=step, message=str(error).partition("\n")[0][:300], asked_bytes=requested_bytes(str(error)))
 
 
-def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory:
+def out_of_memory(run: TorchRun, memory: Memory, error: BaseException) -> OutOfMemory:
     """Return what occupied the memory when ``error`` was raised; ``memory`` is what a step of the run used."""
     frames = [*_frames(error)]
-    modules, optimizers = list(run.roots), list(run.optimizers)
-    modules += [v for values in frames for v in values if isinstance(v, nn.Module) and v not in run.roots]
+    modules, optimizers = list(run.objects.roots), list(run.objects.optimizers)
+    modules += [v for values in frames for v in values if isinstance(v, nn.Module) and v not in run.objects.roots]
     every = [p for m in modules for p in m.parameters()] + [p for o in optimizers for p in trained_leaves(o)]
     parameters = list({id(p): p for p in every}.values())
     held = {
@@ -59,7 +59,7 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     why = "what autograd saves does not say which module computed it"
     not_known = [Reason(what="activations by module", value="not known", reason=why)]
     peak = None
-    if run.device_type == "cuda":
+    if run.precision.device_type == "cuda":
         allocated, peak = memory_of_devices()
         held[OTHER] = max(allocated - sum(held.values()), 0)
     else:
@@ -68,7 +68,7 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     if memory.activations_bytes is None:
         why = "no whole step was counted before memory ran out, so activations are those up to this point"
         not_known.append(Reason(what="activations of a step", value="not known", reason=why))
-    lowers = run.applied is not None and run.applied.lowers
+    lowers = run.precision.effective is not None and run.precision.effective.lowers
     settings = memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak)
     found = {
         "held_bytes": held,
@@ -76,7 +76,7 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         "not_known": not_known,
         "settings": settings,
     }
-    return request_that_failed(error, step=run.num_updates + 1).model_copy(update=found)
+    return request_that_failed(error, step=run.update.num_updates + 1).model_copy(update=found)
 
 
 def memory_of_devices() -> tuple[int, int]:

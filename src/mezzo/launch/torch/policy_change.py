@@ -9,43 +9,28 @@ from __future__ import annotations
 import torch
 
 from mezzo.engine.guardrails.remedies import SaferPolicy, policy_note, safer_policy, unchanged_policy
-from mezzo.engine.scaling import scale_for
-from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.restoring import find_premade
-from mezzo.launch.torch.state import Run
-from mezzo.policy import Policy
+from mezzo.launch.torch.state import TorchRun
 from mezzo.records import AlarmKind
 
 
-def fall_back(run: Run, kind: AlarmKind) -> SaferPolicy:
+def fall_back(run: TorchRun, kind: AlarmKind) -> SaferPolicy:
     """Change a run's policy to the next safer one after an alarm, if there is one; return the result, with the reason."""
-    now = run.current
+    now = run.precision.present
     obstacle = "the precision is the script's own" if now is None else _obstacle(run)
     if not obstacle and now is not None:
-        safer = safer_policy(now, kind, run.device_type or "cpu")
+        safer = safer_policy(now, kind, run.precision.device_type or "cpu")
         if not isinstance(safer, str):
             policy, why = safer
-            change_policy(run, policy, why)
+            run.change_policy(policy, why)
             return SaferPolicy(changed=True, note=policy_note(f"{policy!s}, before {now!s}", why))
         obstacle = safer
     return unchanged_policy(obstacle)
 
 
-def change_policy(run: Run, policy: Policy, why: str) -> None:
-    """Run the rest of the training under ``policy``."""
-    run.steady.end()
-    run.policy_at_start = run.policy_at_start or (run.applied, run.emulates)
-    run.current, run.applied = policy, for_scripts(policy)
-    run.changed_policy = policy_note(f"{policy!s} after step {run.recorder.num_closed}", why)
-    run.forget_castings()
-    device = run.recorder.clock.device or torch.device(run.device_type or "cpu")
-    run.scale = scale_for(run.applied, device, known=True)
-    run.inner_scale = scale_for(run.applied, device, known=True)
-
-
-def _obstacle(run: Run) -> str:
+def _obstacle(run: TorchRun) -> str:
     """Return why a run cannot change its policy now; empty if it can."""
-    if torch.is_autocast_enabled(run.device_type or "cpu"):
+    if torch.is_autocast_enabled(run.precision.device_type or "cpu"):
         return "the loop runs in an autocast region that the script opened around it"
     if find_premade(torch.cuda.CUDAGraph)[0]:
         return "the script replays CUDA graphs, which keep the policy that they were captured under"

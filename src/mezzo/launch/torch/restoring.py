@@ -95,7 +95,7 @@ def _assign(buffer: Any, storage: Any, value: Any) -> None:
 _SEARCHED_UPDATES = 3
 
 
-class PremadeOptimizers:
+class ExistingOptimizers:
     """Optimizers created before the training began, some for earlier trainings of a notebook: those that this training uses are counted."""
 
     def __init__(self, counted: WeakKeyDictionary[torch.optim.Optimizer, None]) -> None:

@@ -16,12 +16,12 @@ from mezzo.engine.loop_checks import in_fp32
 from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.session import Session
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 
 
-def record_sessions(run: Run, patches: Patches) -> None:
+def record_sessions(run: TorchRun, patches: Patches) -> None:
     """Record the backward passes and updates of sessions until ``patches`` are undone."""
-    if run.applied is None:
+    if run.precision.effective is None:
         patches.around(Session, "__init__", functools.partial(_init, run))
     else:
         patches.wrap(Session, "__init__", in_fp32)
@@ -68,13 +68,13 @@ class _ScaleOfLoss:
         return self._session_scale.value()
 
 
-def _init(run: Run, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
+def _init(run: TorchRun, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
     original(self, *args, **settings)
-    run.session_policy = run.session_policy or str(self.policy)  # now, since the first forward pass may fail
+    run.notes.note_session(str(self.policy))  # now, since the first forward pass may fail
 
 
 def _record_backward(
-    run: Run,
+    run: TorchRun,
     scales: WeakKeyDictionary[Session, dict[int, _ScaleOfLoss]],
     original: Callable[..., None],
     self: Session,
@@ -84,7 +84,7 @@ def _record_backward(
     loss_id: int = 0,
     **how: Any,
 ) -> None:
-    if run.not_training:
+    if run.phase.not_training:
         return original(self, loss, share, loss_id=loss_id, **how)
     run.steady.end()
     if self.scales[loss_id].checks:
@@ -93,26 +93,23 @@ def _record_backward(
     try:
         original(self, loss, share, loss_id=loss_id, **how)
     finally:
-        run.scaled_by_script = False
+        run.update.scaling_ended()
 
 
 def _record_update(
-    run: Run, original: Callable[..., None], self: Session, chosen: Any, skipped: Any, **how: Any
+    run: TorchRun, original: Callable[..., None], self: Session, chosen: Any, skipped: Any, **how: Any
 ) -> None:
-    replayed, run.graphs.replayed = run.graphs.replayed, False
-    if not replayed and not run.not_training:
+    replayed = run.graphs.take_replayed()
+    if not replayed and not run.phase.not_training:
         total = self.state.window.total()
         if total is not None:
-            run.recorder.weigh(1.0 / float(total))
+            run.update.recorder.weigh(1.0 / float(total))
         for optimizer in chosen:
             run.script_stepped(self, optimizer, skipped=skipped)
     original(self, chosen, skipped, **how)
 
 
-def _capture(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _capture(run: TorchRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Capture a session's step: its rehearsals are no training steps, and its replays are counted like those of any graph."""
-    run.not_training += 1
-    try:
+    with run.phase.no_training():
         return original(*args, **kwargs)
-    finally:
-        run.not_training -= 1

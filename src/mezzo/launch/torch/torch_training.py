@@ -14,9 +14,8 @@ from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.counting.weights_digest import WeightsDigest
 from mezzo.launch.torch.models.communication import refuse_join
-from mezzo.launch.torch.models.model_changes import ChangedModels
 from mezzo.launch.torch.script_amp.own_amp import note_autocast_without_device
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.watching import Watch
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
@@ -43,7 +42,7 @@ class TorchTraining:
     """A PyTorch script's training (``launch.frameworks.Training``)."""
 
     def __init__(
-        self, run: Run, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None
+        self, run: TorchRun, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None
     ) -> None:
         self._run, self._counted, self._watch = run, counted, watch
         self._patches = patches or Patches()
@@ -57,48 +56,48 @@ class TorchTraining:
 
     @property
     def _device(self) -> str:
-        return self._run.device_type or "cpu"
+        return self._run.precision.device_type or "cpu"
 
     @property
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
-        return self._run.num_updates
+        return self._run.update.num_updates
 
     @property
     def observer(self) -> Observer | None:
         """The observer of the training."""
-        return self._run.observer
+        return self._run.listeners.observer
 
     @property
     def has_any_loss(self) -> bool:
         """Whether a loss was seen, even if no update followed."""
-        return self._run.recorder.has_any_loss
+        return self._run.update.recorder.has_any_loss
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Count the updates of those ``optimizers``, created before the training began, whose parameters it trains."""
-        self._run.premade.add(optimizers)
+        self._run.objects.existing.add(optimizers)
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         watch = self._watch
         if watch is None:
-            self._run.recorder.reports.begin(report, every_s=every_s)
+            self._run.update.recorder.reports.begin(report, every_s=every_s)
             return
 
         def with_waits(latest: Latest) -> None:
             report(latest._replace(waits=watch.now(), shares=watch.shares()))
 
-        self._run.recorder.reports.begin(with_waits, every_s=every_s)
+        self._run.update.recorder.reports.begin(with_waits, every_s=every_s)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
-        self._run.limit = limit
+        self._run.stop_after(limit)
 
     def begin_stand_in(self) -> None:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device."""
-        if self._run.stand_in is not None:
-            self._run.stand_in.install(self._patches, self._run.before_compiling)
-            if self._run.applied is None:
+        if self._run.notes.stand_in is not None:
+            self._run.notes.stand_in.install(self._patches, self._run.phase.before_compiling)
+            if self._run.precision.effective is None:
                 note_autocast_without_device(self._run, self._patches)
 
     def begin_snapshots(self, request: SnapshotRequest | None, script: ScriptFile) -> None:
@@ -130,9 +129,7 @@ class TorchTraining:
 
     def begin_guard(self, request: GuardRequest) -> None:
         """Watch the recorded numbers for alarms from now on."""
-        from mezzo.launch.torch.guarding import ScriptGuard
-
-        self._run.guard = ScriptGuard(self._run, request, on_stop=self.weights)
+        self._run.begin_guard(request, on_stop=self.weights)
         if request.together and request.action != "note":
             refuse_join(f"--guard {request.action}", self._patches)
 
@@ -157,8 +154,7 @@ class TorchTraining:
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change every model at its first call; return a function that returns the number of input elements per step."""
-        self._run.changed_models = ChangedModels(self._run, changes)
-        return self._run.changed_models.input_elements
+        return self._run.objects.change_models(changes, self._run.update, self._run.notes).input_elements
 
     def close_update(self) -> None:
         """Close the update that is open."""
@@ -168,7 +164,7 @@ class TorchTraining:
 
     def steps(self) -> Steps:
         """Return the record of every step."""
-        return self._run.recorder.steps(self._run.owners.names)
+        return self._run.update.recorder.steps(self._run.objects.numbers.names)
 
     def memory(self) -> Memory:
         """Return the memory that a step uses."""
@@ -190,16 +186,15 @@ class TorchTraining:
         """Return what the policy does on the device, with reasons."""
         run = self._run
         changed = [
-            *run.surroundings(),
-            *run.measured(),
+            *run.notes.explanation(),
             *run.losses.explanation(),
-            *([] if run.changed_models is None else run.changed_models.explanation()),
+            *([] if run.objects.changed_models is None else run.objects.changed_models.explanation()),
         ]
-        changed += [] if run.changed_policy is None else [run.changed_policy]
-        if run.policy is None:
+        changed += [] if run.precision.change is None else [run.precision.change]
+        if run.precision.requested is None:
             return changed
         try:
-            choices = run.policy.explain(self._device)
+            choices = run.precision.requested.explain(self._device)
         except UnsupportedFormatError as error:  # the run ended with this error, and its record says so
             return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
         return [*(Reason(what=c.what, value=c.value, reason=c.reason) for c in choices), *changed]

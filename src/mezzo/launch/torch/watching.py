@@ -15,7 +15,7 @@ import torch.utils.data.dataloader as loaders
 from mezzo.gpus import find_gpu
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.counted_step import CountedStep
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.environment import usable_cores
 from mezzo.measure.watch.host import HostSamples, Waits
 from mezzo.measure.watch.nvml import GpuCounters, open_counters
@@ -37,7 +37,7 @@ _WARM_UP = 0.1
 class Watch:
     """The measurements of one script."""
 
-    def __init__(self, run: Run, counted: CountedStep) -> None:
+    def __init__(self, run: TorchRun, counted: CountedStep) -> None:
         self._run, self._counted = run, counted
         self.waits, self.host = ScriptWaits(), HostSamples()
         self._gpu: GpuCounters | str | None = None
@@ -50,7 +50,11 @@ class Watch:
         taken = 0
         while not self._over.wait(_EVERY_S):
             self.host.take()
-            if taken % _GPU_EVERY == 0 and self._run.device_type == "cuda" and self._run.recorder.num_closed:
+            if (
+                taken % _GPU_EVERY == 0
+                and self._run.precision.device_type == "cuda"
+                and self._run.update.recorder.num_closed
+            ):
                 self._sample_gpu()
             taken += 1
 
@@ -81,8 +85,8 @@ class Watch:
 
     def bottleneck(self, steps: Steps, effective: Effective) -> Bottleneck:
         """Return what held the script back, measured over the steps after the first tenth and the counted one."""
-        on_gpu = self._run.device_type == "cuda"
-        clock = self._run.recorder.clock
+        on_gpu = self._run.precision.device_type == "cuda"
+        clock = self._run.update.recorder.clock
         first = min(max(2, int(len(steps) * _WARM_UP)), len(steps))
         begin_s = clock.began_s + sum(steps.time_ms[:first]) / 1e3
         wall_s = sum(steps.time_ms[first:]) / 1e3
@@ -136,8 +140,8 @@ class Watch:
         return [Reason(what=what, value="not measured", reason=why) for what, why in missing]
 
     def _rates(self, effective: Effective) -> DeviceRates | None:
-        if self._run.device_type != "cuda":
-            return cpu_rates(torch.get_num_threads()) if self._run.device_type in (None, "cpu") else None
+        if self._run.precision.device_type != "cuda":
+            return cpu_rates(torch.get_num_threads()) if self._run.precision.device_type in (None, "cpu") else None
         gpu = find_gpu(torch.cuda.get_device_name())
         if gpu is None:
             return None
@@ -146,7 +150,7 @@ class Watch:
 
     def _sample_gpu(self) -> None:
         if self._gpu is None:
-            device = self._run.recorder.clock.device  # the current device is that of this thread
+            device = self._run.update.recorder.clock.device  # the current device is that of this thread
             index = 0 if device is None or device.index is None else device.index
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
             self._gpu = open_counters(None if uuid is None else str(uuid), index)
@@ -155,7 +159,7 @@ class Watch:
 
 
 @contextmanager
-def watched(run: Run, counted: CountedStep) -> Iterator[Watch]:
+def watched(run: TorchRun, counted: CountedStep) -> Iterator[Watch]:
     """Watch the code inside from a thread of its own."""
     watch, patches = Watch(run, counted), Patches()
     thread = threading.Thread(target=watch.sample, name="mezzo-watch", daemon=True)

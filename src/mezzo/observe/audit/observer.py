@@ -38,10 +38,10 @@ class Audit(Observer):
 
     def begin(self, step: int) -> None:
         """Start the tracer."""
-        formats = OperandFormats(inside=lambda: self.run.inside)
-        device_type = self.run.device_type or "cpu"
+        formats = OperandFormats(inside=lambda: self.run.phase.inside)
+        device_type = self.run.precision.device_type or "cpu"
         self._tracer, self._marked = (
-            Tracer(formats, device_type=device_type, flags=self.run, inspect=self.run.inspection(step)),
+            Tracer(formats, device_type=device_type, flags=self.run.phase, inspect=self.run.inspection(step)),
             0,
         )
         self._first_optimizer_at = None  # a position in the tracer of the thread that this one replaces
@@ -98,15 +98,15 @@ class Audit(Observer):
 
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the audited steps."""
-        names = Names([*self.run.roots, *self._roots], self.run.tree)
+        names = Names([*self.run.objects.roots, *self._roots], self.run.objects.tree)
         steps = [interpret(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
         audited = audit_record(
             run,
             self.watched,
             steps,
             names=names,
-            policy=self.run.applied,
-            device_type=self.run.device_type or "cpu",
+            policy=self.run.precision.effective,
+            device_type=self.run.precision.device_type or "cpu",
             launches=self._launches,
             forced_eager=self.forced_eager,
             gave_way=self._kernels.gave_way,
@@ -120,10 +120,10 @@ class Audit(Observer):
         self._traces.append(trace)
         self._roots.update(trace.roots)
         # Now, because the script may drop its optimizers before it ends.
-        self._weights |= weights_of(self._roots, self.run.optimizers)
+        self._weights |= weights_of(self._roots, self.run.objects.optimizers)
 
     def _watch_kernels(self) -> None:
-        if self.run.device_type == "cuda":
+        if self.run.precision.device_type == "cuda":
             self._kernels.start()
 
 

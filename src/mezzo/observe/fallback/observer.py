@@ -133,9 +133,9 @@ class Fallback(Observer):
         if self._observing is not None and not self._probing:
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
-                    self._current[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
+                    self._current[name] = _plain(parameter.grad, scale=self.run.update.gradient_scale)
             gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
-            if gradients and not list(self.run.optimizers):
+            if gradients and not list(self.run.objects.optimizers):
                 torch._foreach_zero_(gradients)  # the script updates its weights itself: now with zeros
         super().backward_ended()
 
@@ -143,11 +143,11 @@ class Fallback(Observer):
         """Return the parameters of the script's models by name; names are the same in every run."""
         found: dict[str, nn.Parameter] = {}
         seen: set[nn.Parameter] = set()
-        models = [root for root in self.run.roots if any(True for _ in root.parameters())]
+        models = [root for root in self.run.objects.roots if any(True for _ in root.parameters())]
         for number, root in enumerate(models):
             label = "" if number == 0 else f"{type(root).__name__}#{number + 1}."
-            for path, module in {"": root, **self.run.tree.named(root)}.items():
-                for name, parameter in self.run.tree.parameters(module):
+            for path, module in {"": root, **self.run.objects.tree.named(root)}.items():
+                for name, parameter in self.run.objects.tree.parameters(module):
                     if parameter not in seen:
                         seen.add(parameter)
                         found[f"{label}{path}.{name}" if path else f"{label}{name}"] = parameter
@@ -168,7 +168,7 @@ class Fallback(Observer):
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._measured.closure_met(type(optimizer).__name__)
         self._aside += set_aside(trained_by([optimizer]))
-        self.run.skips = True
+        self.run.update.skip()
 
     def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         aside, self._aside = self._aside, []
@@ -188,22 +188,23 @@ class Fallback(Observer):
         """Run every module of the first step on its own, as if in a backward pass, so that the launcher ignores it."""
         calls = [c for c in self._calls.first.values() if any(g is not None for g in c.gradients)]
         self._calls.forget_copies()
-        roots, was_backward = list(self.run.roots), self.run.in_backward
+        roots = list(self.run.objects.roots)
         names: dict[nn.Module, tuple[str, bool]] = {}
         for root in roots:
-            for name, module in self.run.tree.named(root).items():
+            for name, module in self.run.objects.tree.named(root).items():
                 if name != _COMPILED:  # the same model again, inside torch.compile's wrapper
                     names.setdefault(module, (name, False))
         for root in roots:
             names.setdefault(root, (type(root).__name__, True))
-        self.run.in_backward = self._probing = True
+        self._probing = True
         try:
             bench = Bench(self._settings.policy, self.run.one_module(self._settings.policy))
-            self._measured.local = bench.measure(calls, names)
+            with self.run.phase.as_in_backward():
+                self._measured.local = bench.measure(calls, names)
         finally:
-            self.run.in_backward, self._probing = was_backward, False
-            for added in [root for root in self.run.roots if root not in roots]:
-                del self.run.roots[added]
+            self._probing = False
+            for added in [root for root in self.run.objects.roots if root not in roots]:
+                del self.run.objects.roots[added]
             self._calls = Calls()
 
     def _perturbed(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -56,12 +56,12 @@ class MisuseLog:
                 code=code,
                 title=misuse.title,
                 severity=misuse.severity,
-                modules=_named(self._run.roots, parameters, modules),
+                modules=_named(self._run.objects.roots, parameters, modules),
                 detail=detail,
                 gain=misuse.harm,
                 fix=misuse.fix,
                 lines=[line] if line else [],
-                step=self._run.recorder.num_closed + 1 if step is None else step,
+                step=self._run.update.recorder.num_closed + 1 if step is None else step,
                 count=count,
             )
             return

@@ -81,15 +81,15 @@ class Lint:
     @property
     def awake(self) -> bool:
         """Whether gradients are checked."""
-        return self._run.recorder.num_closed < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
+        return self._run.update.recorder.num_closed < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
 
     @property
     def _step(self) -> int:
-        return self._run.recorder.num_closed + 1
+        return self._run.update.recorder.num_closed + 1
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        return list(self._run.optimizers)
+        return list(self._run.objects.optimizers)
 
     # --- forward -----------------------------------------------------------------------------------------------------------------
 
@@ -175,9 +175,9 @@ class Lint:
 
     def _may_be_fp16(self) -> bool:
         """Return whether the script itself uses FP16 anywhere, so that its graph is worth searching."""
-        if self._run.applied is not None:
+        if self._run.precision.effective is not None:
             return False
-        first = self._run.recorder.num_closed < _WALKS
+        first = self._run.update.recorder.num_closed < _WALKS
         weights = (p for o in self._optimizers for p in trained_leaves(o)) if first else ()
         return _FP16 in self._formats or any(p.dtype == FP16.dtype for p in weights)
 
@@ -200,7 +200,7 @@ class Lint:
 
     def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
         """Record that torch is about to clip gradients; return the optimizers that they belong to."""
-        if not self.awake or self._in_scaler or self._run.in_backward:
+        if not self.awake or self._in_scaler or self._run.phase.in_backward:
             return []
         self._own_code.judge()
         owners = self._gradients.owners(parameters, self._optimizers)
@@ -252,7 +252,7 @@ class Lint:
             return
         self._own_code.judge()
         self.scalers.step(scaler, optimizer, awake=self.awake)
-        self._begins(optimizer, raises=self._run.applied is None)
+        self._begins(optimizer, raises=self._run.precision.effective is None)
         if not self.over:
             self._needless = self._needless or (self._step, running_line())
         self._skipped = False
@@ -284,7 +284,7 @@ class Lint:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer is about to step with the current gradients."""
-        if self.over or self._in_scaler or self._run.in_backward:
+        if self.over or self._in_scaler or self._run.phase.in_backward:
             return
         self._own_code.judge()
         self._check_used(optimizer)
@@ -292,12 +292,12 @@ class Lint:
 
     def closure_ended(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has stepped with gradients that its closure computed."""
-        if not self._in_scaler and not self._run.in_backward:
+        if not self._in_scaler and not self._run.phase.in_backward:
             self._check_used(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has stepped."""
-        if not self._in_scaler and not self._run.in_backward:
+        if not self._in_scaler and not self._run.phase.in_backward:
             self._ended(optimizer, skipped=False, by_scaler=False)
 
     def _check_used(self, optimizer: Optimizer) -> None:
@@ -349,7 +349,7 @@ class Lint:
             self._gradients.settle(optimizer)
         if not self._casts_model:
             if not skipped:
-                self._statistics.inspect(self._run.roots, line=self._called_at)
+                self._statistics.inspect(self._run.objects.roots, line=self._called_at)
                 self._optimizer_states.inspect(optimizer)
             self._own_code.watch_averages(self._optimizers)
         if not self.awake:
@@ -375,7 +375,7 @@ class Lint:
     @property
     def _casts_model(self) -> bool:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
-        return self._run.applied is not None and self._run.applied.casting == "model"
+        return self._run.precision.effective is not None and self._run.precision.effective.casting == "model"
 
     def saves(self, value: Any) -> None:
         """Record that the script saves ``value`` to a file."""

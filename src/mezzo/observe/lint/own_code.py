@@ -43,12 +43,12 @@ class OwnCode:
 
     @property
     def _inspects(self) -> bool:
-        return self._run.recorder.num_closed + 1 in _INSPECTED
+        return self._run.update.recorder.num_closed + 1 in _INSPECTED
 
     @property
     def over(self) -> bool:
         """Whether no update is being inspected, and none will be."""
-        return self._run.recorder.num_closed > max(_INSPECTED) and not (
+        return self._run.update.recorder.num_closed > max(_INSPECTED) and not (
             self._mode.on or self._watched or self._averages
         )
 
@@ -81,8 +81,8 @@ class OwnCode:
         view, self._averages_view = self._averages_view, None
         line, weight = ("", None) if view is None else view.kept()
         if weight is not None and not self._moved:
-            step = self._run.recorder.num_closed + 1
-            self._moves.moves_by_hand(weight, self._run.optimizers, step=step, line=line)
+            step = self._run.update.recorder.num_closed + 1
+            self._moves.moves_by_hand(weight, self._run.objects.optimizers, step=step, line=line)
         averaged, self._averages = self._averages, []
         if not averaged:
             return
@@ -145,10 +145,10 @@ class OwnCode:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
     def _averaged(self, parameter: Tensor, narrow: bool) -> None:
-        step = self._run.recorder.num_closed + 1
+        step = self._run.update.recorder.num_closed + 1
         if not self._moved:
             self._moved = True
-            self._moves.moves_by_hand(parameter, self._run.optimizers, step=step)
+            self._moves.moves_by_hand(parameter, self._run.objects.optimizers, step=step)
         if narrow:
             if not self._averages:
                 self._average_at = step, running_line()

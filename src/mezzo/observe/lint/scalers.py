@@ -72,7 +72,7 @@ class Scalers:
 
     def state_of(self, scaler: Any) -> _ScalerState | None:
         """Return the state of a scaler that is on and fully recorded; None for any other."""
-        as_is = self._run.applied is None
+        as_is = self._run.precision.effective is None
         on = scaler.is_enabled() if as_is else self._requested.get(scaler, scaler.is_enabled())
         if not on:
             return None
@@ -122,7 +122,7 @@ class Scalers:
     def may_undo(self, gradients: GradientState, *, limit: float | None = None) -> bool:
         """Return whether the script may unscale by hand: it has just read the scale, or its clipping limit is of the scale's size."""
         scalers = [self._states.get(p.scaled.scaler) for p in gradients.passes if p.scaled is not None]
-        as_is = self._run.applied is None  # under a policy, every scale reads as 1
+        as_is = self._run.precision.effective is None  # under a policy, every scale reads as 1
         sized = [k for k in scalers if k is not None and k.read is not None and as_is and limit is not None]
         return any(k is not None and k.fresh for k in scalers) or any(limit >= _NEAR * k.read for k in sized)  # type: ignore[operator]
 
@@ -195,7 +195,7 @@ class Scalers:
     def catch_up(self, scaler: GradScaler) -> None:
         """Read the calls since the last update from the scaler's own state: they were not reported one by one."""
         state = self._states[scaler]
-        for optimizer in self._run.optimizers:
+        for optimizer in self._run.objects.optimizers:
             stage = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage", OptState.READY)
             if stage is not OptState.READY:
                 state.stages[optimizer] = "unscaled" if stage is OptState.UNSCALED else "stepped"
@@ -205,7 +205,7 @@ class Scalers:
 
     def _check_formats(self, optimizer: Optimizer) -> None:
         narrow = [p for p in trained_leaves(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
-        ours = self._run.applied is not None and self._run.applied.casting == "model"
+        ours = self._run.precision.effective is not None and self._run.precision.effective.casting == "model"
         if narrow and not ours:
             self._log.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
 

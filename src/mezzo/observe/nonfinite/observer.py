@@ -93,10 +93,10 @@ class NonFinite(Observer):
         """Enter the tracer."""
         self._first_inspected = self._first_inspected or step
         self._narrow = self._narrow or (self._tracer is not None and self._tracer.narrow)
-        formats = OperandFormats(inside=lambda: self.run.inside)
-        device_type = self.run.device_type or "cpu"
+        formats = OperandFormats(inside=lambda: self.run.phase.inside)
+        device_type = self.run.precision.device_type or "cpu"
         self._tracer = InfinityTracer(
-            formats, device_type=device_type, flags=self.run, scale=self.loss_scale, weights=self._weights
+            formats, device_type=device_type, flags=self.run.phase, scale=self.loss_scale, weights=self._weights
         )
         self._tracer.problems = self._problems
         self._marked = 0
@@ -107,7 +107,7 @@ class NonFinite(Observer):
 
     def stepping(self) -> None:
         """Compare the gradients that the update uses; the following operations belong to it."""
-        if self._tracer is not None and self._observing is not None and not self.run.skips:
+        if self._tracer is not None and self._observing is not None and not self.run.update.skips:
             self._tracer.compare_gradients()
         super().stepping()
 
@@ -122,8 +122,8 @@ class NonFinite(Observer):
     def _owner_of(self, weight: Tensor) -> nn.Module | None:
         """Return the module whose own parameter a weight is; None for a weight outside any module."""
         for root in self.names().roots:
-            for _, module in self.run.tree.modules(root):
-                if any(parameter is weight for _, parameter in self.run.tree.parameters(module)):
+            for _, module in self.run.objects.tree.modules(root):
+                if any(parameter is weight for _, parameter in self.run.objects.tree.parameters(module)):
                     return module
         return None
 
@@ -177,7 +177,7 @@ class NonFinite(Observer):
         if self._tracer is not None and self._observing is not None:
             self._tracer.compare_losses(losses)
         if self._settings.changes.loss_scale is not None and self._observing == self._first_inspected:
-            self.run.scale.load_state_dict({"scale": self._settings.changes.loss_scale})
+            self.run.precision.scale.load_state_dict({"scale": self._settings.changes.loss_scale})
 
     def backward_ended(self) -> None:
         """Compare the current gradients with their true values."""
@@ -234,10 +234,10 @@ class NonFinite(Observer):
             self._unfinished = self._inspected
 
     def _judge(self, step: int) -> None:
-        recorder = self.run.recorder
+        recorder = self.run.update.recorder
         flags = recorder.finite_flags()
         self._decide_pending()
-        closed = _Pending(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
+        closed = _Pending(step, flags, recorder.last_skipped(), list(self.run.update.parts), self._inspected)
         if self._inspected is None and flags.device.type == "cuda":
             # The flags are read when the next step ends: the copy has finished long before, so nothing waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -264,7 +264,7 @@ class NonFinite(Observer):
 
     def skip_rule(self) -> SkipRule:
         """Return the settings of the loss scale in use."""
-        scaler, scale = self.run.script_scaler, self.run.scale
+        scaler, scale = self.run.update.script_scaler, self.run.precision.scale
         if scaler is not None:
             dynamic = getattr(scaler, "dynamic", True)  # torch's always are
             hysteresis = getattr(scaler, "hysteresis", 1)  # torch's have none
@@ -275,29 +275,29 @@ class NonFinite(Observer):
 
     def loss_scale(self) -> float:
         """Return the current loss scale."""
-        scaler = self.run.script_scaler
-        return float(scaler.get_scale()) if scaler is not None else self.run.scale.value()
+        scaler = self.run.update.script_scaler
+        return float(scaler.get_scale()) if scaler is not None else self.run.precision.scale.value()
 
     def names(self) -> Names:
         """Return the names of modules and parameters."""
         traced = () if self._tracer is None else self._tracer.trace.roots
-        return Names([*self.run.roots, *traced], self.run.tree)
+        return Names([*self.run.objects.roots, *traced], self.run.objects.tree)
 
     def largest_norm(self) -> float:
         """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
-        norms = self.run.recorder.steps().grad_norm[:-1]
-        scale = self.run.gradient_scale
+        norms = self.run.update.recorder.steps().grad_norm[:-1]
+        scale = self.run.update.gradient_scale
         return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)
 
     def _set_scale_of_script(self) -> None:
         if self._scale_hook is not None:
             self._scale_hook.remove()
             self._scale_hook = None
-        if self.run.script_scaler is not None and self._settings.changes.loss_scale is not None:
-            _set_scale(self.run.script_scaler, self._settings.changes.loss_scale)
+        if self.run.update.script_scaler is not None and self._settings.changes.loss_scale is not None:
+            _set_scale(self.run.update.script_scaler, self._settings.changes.loss_scale)
 
     def _weights(self) -> list[nn.Parameter]:
-        return trained_by(self.run.optimizers) or parameters_of(self.run.roots)
+        return trained_by(self.run.objects.optimizers) or parameters_of(self.run.objects.roots)
 
     # --- the evidence ----------------------------------------------------------------------------------------------------------------
 
@@ -321,9 +321,9 @@ class NonFinite(Observer):
                 "found_by_rank": None if remote is None else rank,
                 "missed_start": self._missed_start(),
                 "unexplained_skips": unexplained,
-                "own_scaler": self.run.script_scaler is not None,
-                "session_policy": self.run.session_policy,
-                "scaled": self.run.scale.checks or self.run.script_scaler is not None,
+                "own_scaler": self.run.update.script_scaler is not None,
+                "session_policy": self.run.notes.session_policy,
+                "scaled": self.run.precision.scale.checks or self.run.update.script_scaler is not None,
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,

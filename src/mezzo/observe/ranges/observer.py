@@ -236,7 +236,7 @@ class Ranges(Observer):
                     self._lowered.add(key)
 
     def _computed_again(self) -> bool:
-        if not self.run.recomputing:
+        if not self.run.phase.recomputing:
             return False
         # Reentrant checkpointing first runs without gradients: the second run counts.
         node = torch._C._current_autograd_node()
@@ -305,12 +305,12 @@ class Ranges(Observer):
             return
         self._outermost.add(module)
         label = self._label(module)
-        for path, inner in self.run.tree.modules(module):
+        for path, inner in self.run.objects.tree.modules(module):
             self._names.setdefault(inner, f"{label}.{path}" if path else label)
 
     def _label(self, module: nn.Module) -> str:
         """Return the prefix of the names inside ``module``: its class, and a number if that is taken."""
-        inside = any(inner is not module for _, inner in self.run.tree.modules(module))
+        inside = any(inner is not module for _, inner in self.run.objects.tree.modules(module))
         children = list(module.named_children())
         self.forced_eager = self.forced_eager or (
             self._eager is not None and [name for name, _ in children] == ["_orig_mod"]
@@ -319,16 +319,16 @@ class Ranges(Observer):
             module = children[0][1]
             children = list(module.named_children())
             inside = bool(children)
-        label = free_title(self.run.tree.title(module), self._labels)
+        label = free_title(self.run.objects.tree.title(module), self._labels)
         self._labels[label] = inside
         return label
 
     def _name_parameters(self) -> None:
         for module, label in list(self._names.items()):
-            for name, parameter in self.run.tree.parameters(module):
+            for name, parameter in self.run.objects.tree.parameters(module):
                 if parameter not in self._parameters:
                     self._parameters[parameter] = f"{label}.{name}"
-        for number, optimizer in enumerate(list(self.run.optimizers)):
+        for number, optimizer in enumerate(list(self.run.objects.optimizers)):
             for place, parameter in enumerate(trained_by([optimizer])):
                 if parameter not in self._parameters:
                     self._parameters[parameter] = f"{type(optimizer).__name__}#{number + 1}.params[{place}]"

@@ -46,7 +46,7 @@ def test_a_step_that_the_scripts_own_scaler_skips_is_counted(
                 model.weight.grad.fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
-    assert [step for step, flag in enumerate(run.recorder.steps().skipped, 1) if flag] == list(skipped)
+    assert [step for step, flag in enumerate(run.update.recorder.steps().skipped, 1) if flag] == list(skipped)
     found = counted.effective()
     assert found.counted_on_step == counted_on_step
     assert found.flops_by_format == {"fp16": 2 * ONCE * micro_batches}
@@ -165,6 +165,6 @@ def test_the_scripts_own_stance_towards_compiled_code_is_kept(observe: AuditSett
     with torch.compiler.set_stance("eager_on_recompile"):
         with switched(PRESETS["bf16"], observe=observe) as (run, _), suppress(StopScript):
             _trained(lambda model: torch.compile(model, backend="eager"))
-        assert run.num_updates == (4 if observe is None else 2)
+        assert run.update.num_updates == (4 if observe is None else 2)
         assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
     torch.compiler.reset()

@@ -94,7 +94,7 @@ def test_replays_of_what_trains_are_counted_and_captures_are_no_steps(
         for _ in range(100):
             graph.replay()
     assert Graph.num_replays == 100
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert len(steps) == 3
     assert all(loss == loss for loss in steps.loss)
     assert measured.effective().num_replays == counted
@@ -114,7 +114,7 @@ def test_a_capture_ends_the_steady_state_and_steps_after_it_are_recorded() -> No
         graph.replay()
         for _ in range(7):
             script.step()
-    assert len(run.recorder.steps()) == 127
+    assert len(run.update.recorder.steps()) == 127
     assert [one.value for one in measured.effective().left_alone] == ["1 replay"]
 
 
@@ -137,7 +137,7 @@ def test_a_forward_pass_may_be_captured_under_a_loss_scale() -> None:
             script.forward()
         graph.replay()
         script.step()
-    assert len(run.recorder.steps()) == 2
+    assert len(run.update.recorder.steps()) == 2
     assert measured.effective().left_alone == []
 
 
@@ -159,7 +159,7 @@ def test_the_scripts_own_scaler_is_not_read_in_a_capture() -> None:
         graph.replay()
         step()
         findings = run.lint.findings()
-    assert len(run.recorder.steps()) == 4
+    assert len(run.update.recorder.steps()) == 4
     assert findings == []
 
 
@@ -201,7 +201,7 @@ def test_passes_of_torch_are_no_steps(
         script.optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
         for _ in range(20):
             script.step()
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert len(steps) == 20
     assert all(loss == loss for loss in steps.loss)
     assert measured.effective().left_alone == []

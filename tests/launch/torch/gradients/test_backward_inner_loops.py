@@ -116,7 +116,7 @@ def test_a_loss_that_depends_on_gradients_is_that_of_fp32(way: Callable[[], Iter
     with switched(Policy.parse("fp16:arithmetic=emulated:max_scale=65536")) as (run, _):
         found = [loss.item() for loss in way()]
         run.close_update()
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert steps.num_skipped == 0
     assert found != expected  # it did run in FP16
     tolerance = 8 * 2.0**-11 * max(map(abs, expected))  # eight roundings of the largest
@@ -142,7 +142,7 @@ def test_gradients_that_the_script_sets_itself_belong_to_the_update() -> None:
     with switched(Policy.parse("fp16:arithmetic=emulated")) as (run, _):
         found = [loss.item() for loss in fed_by_hand()]
         run.close_update()
-    assert [*run.recorder.steps().loss] == pytest.approx(found, rel=1e-6)
+    assert [*run.update.recorder.steps().loss] == pytest.approx(found, rel=1e-6)
 
 
 @pytest.mark.parametrize("leaves", ["trained", "inputs"])

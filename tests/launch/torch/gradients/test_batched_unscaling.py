@@ -83,7 +83,7 @@ def test_a_run_is_the_loop_by_hand_bit_for_bit(optimizer_of: Any, clips: bool) -
     expected, scales = step_by_step(optimizer_of, by_hand=True, clips=clips)
     with counted() as passes, switched(Policy.of(POLICY)) as (run, _):
         found, _ = step_by_step(optimizer_of, by_hand=False, clips=clips)
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert scales == steps.loss_scale
     assert steps.skipped == [scale < before for before, scale in pairwise([2.0**16, *scales])]
     assert {number for number, skipped in enumerate(steps.skipped) if skipped} >= OVERFLOWS
@@ -357,7 +357,7 @@ def trained(case: Callable[[Script], None], *, once: bool) -> tuple[dict[str, An
                 before = len(passes)
             (case if number == CHANGED_AT or (number > CHANGED_AT and not once) else plain)(script)
         run.close_update()
-        found = run.recorder.steps().model_dump(exclude={"time_ms", "cpu_ms", "grad_norm"})
+        found = run.update.recorder.steps().model_dump(exclude={"time_ms", "cpu_ms", "grad_norm"})
     return found, script, len(passes) - before
 
 

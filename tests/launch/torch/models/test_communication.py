@@ -137,10 +137,10 @@ def test_an_overflow_of_the_sum_is_skipped() -> None:
         assert model.weight.grad is not None
         assert model.weight.grad.isnan().tolist() == [True, False, False, False]
         optimizer.step()
-        assert run.skips
+        assert run.update.skips
         assert model.weight.tolist() == [0.0] * 4
         run.close_update()
-        assert run.scale.value() == 524288.0
+        assert run.precision.scale.value() == 524288.0
 
 
 def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
@@ -170,7 +170,7 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("policy", LEFT_ALONE)
 def test_what_one_process_cannot_do_is_said(policy: str) -> None:
     with switched(Policy.parse(policy)) as (run, _):
-        found = [(r.what, r.value, r.reason) for r in run.left_alone.values()]
+        found = [(r.what, r.value, r.reason) for r in run.notes.left_alone.values()]
     assert found == LEFT_ALONE[policy]
 
 
@@ -207,7 +207,7 @@ def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: st
         torch.optim.SGD(model.parameters(), lr=1.0)
         model.register_forward_pre_hook(lambda module, _: used.append(module.weight.detach().clone()))
         model(vector).backward()
-        assert "gather" not in {reason.what for reason in run.left_alone.values()}
+        assert "gather" not in {reason.what for reason in run.notes.left_alone.values()}
     assert used[0].dtype is dtype
     assert torch.equal(used[0].float(), plain.to(dtype).float())
     gradient = model.weight.grad

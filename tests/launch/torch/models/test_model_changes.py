@@ -70,9 +70,9 @@ def test_a_model_without_images_is_left_alone() -> None:
     with switched(None) as (run, counted):
         TorchTraining(run, counted).change_models(ModelChanges(channels_last=True))
         nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
-        assert run.changed_models is not None
-        assert run.changed_models.explanation() == []
-        assert "channels-last" in {one.what for one in run.left_alone.values()}
+        assert run.objects.changed_models is not None
+        assert run.objects.changed_models.explanation() == []
+        assert "channels-last" in {one.what for one in run.notes.left_alone.values()}
         assert counted.effective().unmade_changes == {"channels_last": "it has no convolution weights for images"}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.launch.torch import switched
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.environment import environment
 from mezzo.observe.fallback.observer import Fallback
 from mezzo.observe.nonfinite.observer import NonFinite
@@ -107,7 +107,7 @@ def test_passes_before_the_first_optimizer_that_change_no_weight_are_no_steps(
             expected.append(loss.item())
             loss.backward()
             optimizer.step()
-    steps, effective = run.recorder.steps(), counted.effective()
+    steps, effective = run.update.recorder.steps(), counted.effective()
     assert steps.loss == pytest.approx(expected)
     assert steps.loss_scale == ([65536.0] * 5 if policy == "fp16" else [])
     notes = [(one.what, one.value) for one in effective.left_alone if one.what in ("update", "backward passes")]
@@ -148,7 +148,7 @@ def test_updates_by_hand_are_steps(update: Callable[[nn.Module], None], then: in
                 optimizer.zero_grad()
                 loss_of(model, x).backward()
                 optimizer.step()
-    losses = run.recorder.steps().loss
+    losses = run.update.recorder.steps().loss
     assert len(losses) == 4 + then
     assert sorted(losses, reverse=True) == losses
     assert [(one.what, one.value) for one in counted.effective().left_alone] == [("update", "by hand")]
@@ -157,7 +157,7 @@ def test_updates_by_hand_are_steps(update: Callable[[nn.Module], None], then: in
 def test_a_trial_is_a_step_where_no_optimizer_is_ever_made() -> None:
     with switched(None) as (run, _):
         backward(*model_of())
-    assert len(run.recorder.steps()) == 1
+    assert len(run.update.recorder.steps()) == 1
 
 
 # --- under an observer ---------------------------------------------------------------------------------------------------------
@@ -207,30 +207,37 @@ def forward_first(trial: Callable[[nn.Module, Tensor], None]) -> None:
 RUN = RunRecord(command=[], script="t", script_sha256="", policy="as-is", environment=environment("cpu"))
 
 
-def audited(run: Run) -> object:
-    assert run.observer is not None
-    record = run.observer.record(RUN)
+def audited(run: TorchRun) -> object:
+    assert run.listeners.observer is not None
+    record = run.listeners.observer.record(RUN)
     assert isinstance(record, AuditRecord)
     return record.steps, [(one.op, one.module, one.phase, one.count, one.flops) for one in record.operations]
 
 
-def counted_ranges(run: Run) -> object:
-    assert isinstance(run.observer, Ranges)
-    return run.observer.watched, run.observer._tables.read()
+def counted_ranges(run: TorchRun) -> object:
+    assert isinstance(run.listeners.observer, Ranges)
+    return run.listeners.observer.watched, run.listeners.observer._tables.read()
 
 
-def evidence(run: Run) -> object:
-    assert isinstance(run.observer, NonFinite)
-    return run.observer.evidence(RUN)
+def evidence(run: TorchRun) -> object:
+    assert isinstance(run.listeners.observer, NonFinite)
+    return run.listeners.observer.evidence(RUN)
 
 
-def measured(run: Run) -> object:
-    assert isinstance(run.observer, Fallback)
-    kept = {step: {name: g.tolist() for name, g in found.items()} for step, found in run.observer._recorded.items()}
-    return run.observer.watched, kept, [(one.module, one.output, one.flops) for one in run.observer._measured.local]
+def measured(run: TorchRun) -> object:
+    assert isinstance(run.listeners.observer, Fallback)
+    kept = {
+        step: {name: g.tolist() for name, g in found.items()}
+        for step, found in run.listeners.observer._recorded.items()
+    }
+    return (
+        run.listeners.observer.watched,
+        kept,
+        [(one.module, one.output, one.flops) for one in run.listeners.observer._measured.local],
+    )
 
 
-OBSERVED: dict[str, tuple[AnySettings, Callable[[Run], object]]] = {
+OBSERVED: dict[str, tuple[AnySettings, Callable[[TorchRun], object]]] = {
     "audit": (AuditSettings(steps=(1, 2)), audited),
     "ranges": (RangesSettings(steps=(1, 2)), counted_ranges),
     "diagnose": (DiagnoseSettings(steps=(1, 2, 3)), evidence),
@@ -272,7 +279,7 @@ def test_an_observer_ends_a_training_without_an_optimizer_after_its_last_step(
             model.zero_grad()
             loss_of(model, x).backward()
             update(model)
-    assert run.observer is not None
-    assert run.observer.watched == list(settings.steps)
+    assert run.listeners.observer is not None
+    assert run.listeners.observer.watched == list(settings.steps)
     late = (kind, update) == ("fallback", through_data)  # until its last step, it makes gradients 0: no value changes
     assert passes == len(settings.steps) + 1 + late

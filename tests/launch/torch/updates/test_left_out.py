@@ -88,7 +88,7 @@ def test_an_update_that_the_script_leaves_out_lowers_the_scale_as_under_grad_sca
                 drop(model)
             elif when == "when left out":
                 drop(model)
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert steps.loss_scale == scales
     assert steps.skipped == [after < before for before, after in zip([65536.0, *scales], scales, strict=False)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), weights, strict=True))
@@ -103,9 +103,13 @@ def test_an_overflow_at_a_scale_that_has_fitted_is_seen_from_the_second_one_on()
             if finite(model):
                 optimizer.step()
     # Steps 50 (the first) and 130 (unscaled in one batch) are not seen: each counts as one with the step after it, as under python.
-    assert [number for number, skipped in enumerate(run.recorder.steps().skipped, start=1) if skipped] == [60, 70, 130]
-    assert len(run.recorder.steps()) == 158
-    assert run.scale.value() == 2.0**-3
+    assert [number for number, skipped in enumerate(run.update.recorder.steps().skipped, start=1) if skipped] == [
+        60,
+        70,
+        130,
+    ]
+    assert len(run.update.recorder.steps()) == 158
+    assert run.precision.scale.value() == 2.0**-3
 
 
 def test_two_updates_that_are_each_left_out() -> None:
@@ -122,7 +126,7 @@ def test_two_updates_that_are_each_left_out() -> None:
                     optimizer.step()
                 else:
                     left_out[number] += 1
-    steps = run.recorder.steps()
+    steps = run.update.recorder.steps()
     assert left_out[0] > left_out[1] > 0
     assert (len(steps), steps.num_skipped) == (40, sum(left_out))
     assert len(steps.losses) == 2
@@ -137,8 +141,8 @@ def test_a_pass_before_another_of_the_same_update_is_no_update() -> None:
             loss_of(model, step).backward()
             optimizer.step()
             to_none(model)
-    assert len(run.recorder.steps()) == 20
-    assert run.recorder.steps().loss_scale == by_grad_scaler(20)[0]
+    assert len(run.update.recorder.steps()) == 20
+    assert run.update.recorder.steps().loss_scale == by_grad_scaler(20)[0]
 
 
 def test_an_accumulated_window_is_one_update() -> None:
@@ -149,7 +153,7 @@ def test_an_accumulated_window_is_one_update() -> None:
             if step % 2:
                 optimizer.step()
                 to_none(model)
-    assert len(run.recorder.steps()) == 20
+    assert len(run.update.recorder.steps()) == 20
 
 
 def test_gradients_that_the_script_makes_finite_are_skipped_as_under_grad_scaler() -> None:
@@ -162,7 +166,7 @@ def test_gradients_that_the_script_makes_finite_are_skipped_as_under_grad_scaler
             for p in model.parameters():
                 torch.nan_to_num_(p.grad, 0.0, 0.0, 0.0)  # type: ignore[type-var]
             optimizer.step()
-    assert run.recorder.steps().loss_scale == scales
+    assert run.update.recorder.steps().loss_scale == scales
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), weights, strict=True))
 
 
@@ -179,7 +183,7 @@ def test_passes_that_no_step_follows_are_as_under_python(policy: Policy | None) 
 
     with switched(policy) as (run, _):
         found = train()
-    assert run.recorder.steps().num_skipped == 0
+    assert run.update.recorder.steps().num_skipped == 0
     if policy is None:
         assert all(torch.equal(a, b) for a, b in zip(found, train(), strict=True))
 
@@ -196,4 +200,4 @@ def test_a_trial_before_the_optimizer_that_overflows_is_forgotten() -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
-    assert (len(run.recorder.steps()), run.recorder.steps().num_skipped) == (3, 0)
+    assert (len(run.update.recorder.steps()), run.update.recorder.steps().num_skipped) == (3, 0)

@@ -174,7 +174,9 @@ class ObservedTensorFlow:
         self._in_backward += values.causes(tf.nest.flatten(gradients))
         return gradients
 
-    def update(self, apply: Callable[..., Any], inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
+    def make_update(
+        self, apply: Callable[..., Any], inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any
+    ) -> Any:
         """Apply gradients, and find out whether that makes a weight infinite or NaN.
 
         Raises:

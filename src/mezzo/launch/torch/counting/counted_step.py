@@ -23,7 +23,7 @@ from mezzo.engine.checkpointing import KeptProducts
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.inductor_graphs import COUNTED_BACKENDS, INDUCTOR, InductorGraphs
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
@@ -38,7 +38,7 @@ _UPDATES_MEASURED = 2  # the first successful update creates the optimizer's sta
 class CountedStep:
     """The counts of one step's operations and bytes."""
 
-    def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
+    def __init__(self, run: TorchRun, *, in_region: Callable[[], bool]) -> None:
         self._run, self._in_region = run, in_region
         self._saved = memory.SavedTensors()
         self._peaks = CudaPeaks()
@@ -62,7 +62,7 @@ class CountedStep:
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
-        self._run.watchers.append(self)
+        self._run.listeners.all.append(self)
         patches.around(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
         patches.around(torch, "compile", functools.partial(self._compile, patches))
@@ -145,7 +145,7 @@ class CountedStep:
 
     def memory(self) -> Memory:
         """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
-        peaks = self._peaks.read(self._run.num_updates)
+        peaks = self._peaks.read(self._run.update.num_updates)
         several = sum(size > 0 for size in peaks.allocated) > 1
         return Memory(
             parameters_bytes=self._bytes.get("parameters"),
@@ -159,20 +159,20 @@ class CountedStep:
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
-        policy, emulates = self._run.policy_at_start or (self._run.applied, self._run.emulates)
-        changed = self._run.changed_models
+        policy, emulates = self._run.precision.at_start or (self._run.precision.effective, self._run.precision.emulates)
+        changed = self._run.objects.changed_models
         uncounted = Effective(
-            left_alone=[*self._run.left_alone.values(), *self._run.graphs.notes()],
+            left_alone=[*self._run.notes.left_alone.values(), *self._run.graphs.notes()],
             num_replays=self._run.graphs.replays,
-            own_16_bits=self._run.own_16_bits,
+            own_16_bits=self._run.notes.own_16_bits,
             unmade_changes={} if changed is None else changed.unmade(),
         )
         return effective(self._counted, policy, emulates=emulates, uncounted=uncounted)
 
     def _parameters(self) -> Iterable[Tensor]:
-        for root in list(self._run.roots):
+        for root in list(self._run.objects.roots):
             yield from root.parameters()
-        for optimizer in list(self._run.optimizers):
+        for optimizer in list(self._run.objects.optimizers):
             yield from trained_leaves(optimizer)
 
     def _measure_bytes(self, stepped: int) -> None:
@@ -185,9 +185,9 @@ class CountedStep:
             while self._when_over:
                 self._when_over.pop()()
             return
-        self._num_measured[stepped] += not self._run.skips
+        self._num_measured[stepped] += not self._run.update.skips
         parameters = list(self._parameters())
-        optimizers = list(self._run.optimizers)
+        optimizers = list(self._run.objects.optimizers)
         sizes = {
             "parameters": memory.total_bytes(parameters),
             "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
@@ -198,7 +198,7 @@ class CountedStep:
     def _begin_or_end(self) -> None:
         """Begin or end the count if that is due and possible here."""
         # Autograd and compiled code restore the modes that were on before; compiled code cannot switch to eager half-way either.
-        if self._run.in_backward or self._run.in_compiled:
+        if self._run.phase.in_backward or self._run.phase.in_compiled:
             return
         if self._over:
             self._end()
@@ -206,21 +206,21 @@ class CountedStep:
             self._begin()
 
     def _begin(self) -> None:
-        self._due, self._counted_step = False, self._run.num_updates + 1
+        self._due, self._counted_step = False, self._run.update.num_updates + 1
         run = self._run
         self._flops = FlopCounter(
-            in_region=self._in_region, in_step=lambda: run.local.stepping, inside=lambda: run.inside
+            in_region=self._in_region, in_step=lambda: run.phase.local.stepping, inside=lambda: run.phase.inside
         )
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._graphs.counted(self._flops))
-        self._compiled = run.compiles
-        countable = run.compiles and self._backends <= COUNTED_BACKENDS and not run.emulates
-        self._forced_eager = run.compiles and not countable
+        self._compiled = run.phase.compiles
+        countable = run.phase.compiles and self._backends <= COUNTED_BACKENDS and not run.precision.emulates
+        self._forced_eager = run.phase.compiles and not countable
         if "torch._dynamo" in sys.modules and not countable:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(self._times)
         self._stack.enter_context(self._flops)
-        checks = run.lint.operations.mode(step=self._counted_step, in_step=lambda: run.local.stepping)
+        checks = run.lint.operations.mode(step=self._counted_step, in_step=lambda: run.phase.local.stepping)
         self._stack.enter_context(checks)
         self._saved.start(self._parameters())
         self._stack.callback(self._saved.stop)
@@ -230,7 +230,7 @@ class CountedStep:
             self._stack.close()
             self._stack = None
             if self._forced_eager:
-                self._peaks.reset(self._run.num_updates)
+                self._peaks.reset(self._run.update.num_updates)
 
     def _compile(self, patches: Patches, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         backend = kwargs.get("backend", INDUCTOR)

@@ -10,31 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.phase import Phase
+from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.records import Reason
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.state import Run
 
 
 class ScriptGraphs:
     """The CUDA graphs of a run that train."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
+        self._precision, self._phase, self._end_steady = precision, phase, end_steady
         self._training: WeakSet[Any] = WeakSet()
         self._capturing: Any = None
         """The graph that is being captured."""
         self._in_library = 0
         self.replays = 0
         """How often graphs that train were replayed."""
-        self.replayed = False
+        self._replayed = False
         """Whether one was replayed since the last update of a session."""
 
     def install(self, patches: Patches) -> None:
@@ -60,9 +60,9 @@ class ScriptGraphs:
         """
         if self._capturing is None or self._in_library:
             return
-        if self._run.scale.checks:
+        if self._precision.scale.checks:
             raise ScriptError(
-                f"the script captures a training step as a CUDA graph under {self._run.current}, whose loss scale reads a flag from "
+                f"the script captures a training step as a CUDA graph under {self._precision.present}, whose loss scale reads a flag from "
                 "the device in every step, which a graph cannot do",
                 hint="try --policy bf16, which needs no scale; or train without a graph; or capture with mezzo.Session.capture, "
                 "which keeps its scale on the GPU, under --policy as-is",
@@ -72,17 +72,13 @@ class ScriptGraphs:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Run a backward pass that is no training step of the script: under the policy, but neither scaled nor recorded."""
-        run, casting = self._run, self._run.main_casting
+        casting = self._precision.main_casting
         self.note_training()
-        if run.in_backward or casting is None or casting.table is None:
+        if self._phase.in_backward or casting is None or casting.table is None:
             yield
             return
-        run.in_backward = True
-        try:
-            with casting.backward():
-                yield
-        finally:
-            run.in_backward = False
+        with self._phase.as_in_backward(), casting.backward():
+            yield
 
     def notes(self) -> list[Reason]:
         """Return what the record lacks."""
@@ -93,30 +89,34 @@ class ScriptGraphs:
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)
-        self._run.steady.end()
-        self._run.not_training += 1
+        self._end_steady()
+        self._phase.pause()
         self._capturing = graph
         return result
 
     def _end_capture(self, original: Callable[..., Any], graph: Any) -> Any:
         if self._capturing is graph:
             self._capturing = None
-            self._run.not_training -= 1
+            self._phase.resume()
         return original(graph)
+
+    def take_replayed(self) -> bool:
+        """Return whether a graph that trains was replayed since the last call."""
+        replayed, self._replayed = self._replayed, False
+        return replayed
 
     def _replay(self, original: Callable[..., Any], graph: Any) -> Any:
         if graph in self._training:
             self.replays += 1
-            self.replayed = True
+            self._replayed = True
         return original(graph)
 
     def _run_in_library(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function of torch whose backward passes train nothing."""
-        self._run.steady.end()
-        self._run.not_training += 1
+        self._end_steady()
         self._in_library += 1
         try:
-            return original(*args, **kwargs)
+            with self._phase.no_training():
+                return original(*args, **kwargs)
         finally:
             self._in_library -= 1
-            self._run.not_training -= 1

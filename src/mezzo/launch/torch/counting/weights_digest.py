@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.processes.shards import is_shared
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer formats by their size in bytes."""
@@ -26,7 +26,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightsDigest:
     """The latest digest of the weights that a run trains."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TorchRun) -> None:
         self._run = run
         self._last = ""
 
@@ -41,8 +41,8 @@ class WeightsDigest:
 
     def text(self) -> str:
         """Return the digest of the weights, or the last one computed if they are gone; empty if there is none."""
-        weights = [p for optimizer in self._run.optimizers for p in trained_leaves(optimizer)]
-        weights = weights or [p for root in self._run.roots for p in root.parameters()]
+        weights = [p for optimizer in self._run.objects.optimizers for p in trained_leaves(optimizer)]
+        weights = weights or [p for root in self._run.objects.roots for p in root.parameters()]
         unsharded = [p for p in weights if not is_shared(p) and p.layout is torch.strided and not p.is_meta]
         if unsharded:
             self._last = digest(unsharded)

@@ -41,14 +41,14 @@ from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
 from mezzo.launch.torch.gradients.passed import given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.launch.torch.models.communication import Communication
-from mezzo.launch.torch.state import Run, scale_on_device
+from mezzo.launch.torch.state import TorchRun
 from mezzo.observe.source_lines import own_line
 
 
 class BackwardPasses:
     """Replacements for torch's two entries to the backward pass."""
 
-    def __init__(self, run: Run, communication: Communication) -> None:
+    def __init__(self, run: TorchRun, communication: Communication) -> None:
         self._run, self._communication = run, communication
         self._inverse: Tensor | None = None
         """Factor that unscales gradients at the leaves; None outside a scaled ``backward``."""
@@ -63,8 +63,8 @@ class BackwardPasses:
         patches.wrap(torch.autograd, "grad", self._grad)
         for name in ("backward", "grad"):  # a compiled step with a backward pass inside must not trace our replacements
             disable = functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
-            self._run.before_compiling.append(disable)
-        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            self._run.phase.before_compiling.append(disable)
+        if self._run.precision.effective is not None and self._run.precision.effective.loss_scale != "none":
             self._views.install(patches)
             self._run.steady.batched.install(patches, self._unhook_leaf)
         patches.on_undo(self._unhook)
@@ -86,11 +86,13 @@ class BackwardPasses:
             inputs: Any = None,
         ) -> None:
             rest = retain_graph, create_graph, grad_variables, inputs
-            begins_step = run.stepped and grad_tensors is None and not (run.in_backward or run.in_closure)
+            begins_step = (
+                run.update.stepped and grad_tensors is None and not (run.phase.in_backward or run.update.in_closure)
+            )
             optimizer, start = steady.optimizer() if begins_step else None, None
-            if optimizer is not None and run.scale.checks:
+            if optimizer is not None and run.precision.scale.checks:
                 usual = inputs is None and not (retain_graph or create_graph)
-                if usual and run.overflowed is False and run.scale.calm > 0:
+                if usual and run.update.overflowed is False and run.precision.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
             loss: Any = tensors
@@ -98,18 +100,18 @@ class BackwardPasses:
             if optimizer is not None and calls.scaler is not None:
                 optimizer = optimizer if tensors is calls.scaled else None
                 loss, also = calls.take_loss()
-            if optimizer is not None and run.recorder.advance(loss, also):
-                run.stepped = run.open_skipped = False
+            if optimizer is not None and run.update.recorder.advance(loss, also):
+                run.update.stepped = run.update.skipped = False
                 if start is not None:
-                    run.overflowed = None
-                    run.scale.calm -= 1
-                if run.limit is not None or (run.guard is not None and run.recorder.num_closed >= run.guard.due):
+                    run.update.overflowed = None
+                    run.precision.scale.calm -= 1
+                if run.limit is not None or (run.guard is not None and run.update.recorder.num_closed >= run.guard.due):
                     run.check_limit()
-                run.in_backward = True
+                run.phase.in_backward = True
                 try:
                     run_steady(tensors, start, *rest)
                 finally:
-                    run.in_backward = False
+                    run.phase.in_backward = False
                     if start is not None:
                         batched.unscale(optimizer, self._unscaled_at_scale)
                 return
@@ -121,36 +123,38 @@ class BackwardPasses:
     def _run_with_hooks(
         self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
     ) -> None:
-        """Run a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
+        """TorchRun a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
-        if run.not_training:
+        if run.phase.not_training:
             with run.graphs.unrecorded():
                 run_engine(tensors, grad_tensors, *rest)
             return
         tensors, grad_tensors = reusable(tensors), reusable(grad_tensors)
         outputs = listed(tensors)
-        if run.premade:
-            run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
-        if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
+        if run.objects.existing:
+            run.objects.existing.reached(
+                leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.update.num_updates
+            )
+        if run.phase.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
             self._hook_recomputed(outputs)
             run_engine(tensors, grad_tensors, *rest)
             return
         self._begin(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
-        by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
+        by_hand = [] if run.objects.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
         run.by_hand.reached(by_hand)
-        casting = run.main_casting
+        casting = run.precision.main_casting
         before = self._communication.before_backward(
             lambda: [leaf for leaf in leaves_of(outputs) if isinstance(leaf, torch.nn.Parameter)]
         )
-        if run.scale.checks:
+        if run.precision.scale.checks:
             with self._scaling(outputs, inputs), self._under_policy():
-                run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *rest)
+                run_engine(outputs, self._scaled(outputs, grad_tensors, run.precision.scale), *rest)
         elif casting is not None and casting.table is not None:
             with self._under_policy():
                 run_engine(outputs, grad_tensors, *rest)
         else:  # nothing to set, so three contexts need not be entered
-            run.in_backward = True
+            run.phase.in_backward = True
             try:
                 run_engine(outputs, grad_tensors, *rest)
             finally:
@@ -158,42 +162,42 @@ class BackwardPasses:
         self._communication.after_backward(before)
         run.lint.backward_ended()
         run.losses.pass_ended()
-        if by_hand and not run.optimizers:  # a nested backward pass may have reached one
-            run.by_hand.record_update([p.grad for p in by_hand if p.grad is not None])
+        if by_hand and not run.objects.optimizers:  # a nested backward pass may have reached one
+            run.made_by_hand([p.grad for p in by_hand if p.grad is not None])
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = WITHOUT_MODE_CHECK.get(original, original)
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._run.not_training:
+            if self._run.phase.not_training:
                 with self._run.graphs.unrecorded():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             outputs, inputs, grad_outputs = reusable(outputs), reusable(inputs), reusable(grad_outputs)
             roots, leaves = listed(outputs), listed(inputs)
             tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
-            if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
+            if tracing or self._run.phase.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
                 with self._inside_pass():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
-            if self._run.premade:
-                self._run.premade.reached(leaves_of(roots), self._run.num_updates)
+            if self._run.objects.existing:
+                self._run.objects.existing.reached(leaves_of(roots), self._run.update.num_updates)
             self._note_transformed(roots, leaves)
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
             self._begin(roots, grad_outputs)
-            if not self._run.optimizers:
+            if not self._run.objects.optimizers:
                 self._run.by_hand.reached(leaves)
             # Those of an update may overflow: it is skipped, and its graph need not be kept.
-            of_update = not self._run.optimizers or self._run.losses.are_of_update()
+            of_update = not self._run.objects.optimizers or self._run.losses.are_of_update()
             compute = functools.partial(run_engine, roots, inputs)
             gradients = self._gradients(
-                compute, roots, grad_outputs, self._run.scale, args, kwargs, repeats=not of_update
+                compute, roots, grad_outputs, self._run.precision.scale, args, kwargs, repeats=not of_update
             )
             found = [g for g in listed(gradients) if g is not None]
             self._communication.reduce(found)
             self._run.losses.returned(found)
-            if not self._run.optimizers:
-                self._run.by_hand.record_update(found)
+            if not self._run.objects.optimizers:
+                self._run.made_by_hand(found)
             return gradients
 
         return grad
@@ -205,19 +209,19 @@ class BackwardPasses:
         """
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
-        trained = {p.data_ptr() for o in self._run.optimizers for p in trained_leaves(o)}
+        trained = {p.data_ptr() for o in self._run.objects.optimizers for p in trained_leaves(o)}
         if any(unwrapped(leaf).data_ptr() in trained for leaf in leaves):
-            self._run.transformed.append(unwrapped(roots[0]).detach().mean())
+            self._run.update.transformed.append(unwrapped(roots[0]).detach().mean())
 
     def _inner_gradients(
         self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Return gradients that the script computes with, as in a penalty."""
-        scale = self._run.inner_scale
+        scale = self._run.precision.inner_scale
         in_vmap = _in_vmap()
         if in_vmap and scale.checks:
             why = "no value can be read there, so small ones may become 0 in FP16; BF16 needs no scale"
-            self._run.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
+            self._run.notes.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
         if not scale.checks or in_vmap or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
@@ -257,13 +261,13 @@ class BackwardPasses:
             scale.updated(skipped=True)
 
     def _unscaled_at_scale(self, gradient: Tensor) -> Tensor:
-        return unscaled(gradient, self._run.scale.inverse())
+        return unscaled(gradient, self._run.precision.scale.inverse())
 
     @contextmanager
     def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
         leaves = leaves_of(outputs)
         self._hook_leaves(leaves)
-        self._inverse = self._run.scale.inverse()
+        self._inverse = self._run.precision.scale.inverse()
         try:
             if inputs is None and not self._views.any_retained:
                 yield
@@ -276,8 +280,8 @@ class BackwardPasses:
 
     @contextmanager
     def _under_policy(self) -> Iterator[None]:
-        self._run.in_backward = True
-        casting = self._run.main_casting
+        self._run.phase.in_backward = True
+        casting = self._run.precision.main_casting
         try:
             if casting is None or casting.table is None:
                 yield
@@ -288,8 +292,8 @@ class BackwardPasses:
             self._end()
 
     def _end(self) -> None:
-        self._run.in_backward = False
-        for watcher in self._run.watchers:
+        self._run.phase.in_backward = False
+        for watcher in self._run.listeners.all:
             watcher.backward_ended()
 
     @contextmanager
@@ -299,40 +303,39 @@ class BackwardPasses:
         So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
         gradient that the outer pass accumulates meanwhile, in the thread of another device, stays scaled, too.
         """
-        run, node = self._run, torch._C._current_autograd_node()
-        before, inverse = run.inside, self._inverse
-        if before is None and stands_for(node) is not None:
-            run.inside = node
+        node, inverse = torch._C._current_autograd_node(), self._inverse
         self._inverse = None
         try:
-            yield
+            with self._run.phase.inside_node(None if stands_for(node) is None else node):
+                yield
         finally:
-            run.inside, self._inverse = before, inverse
+            self._inverse = inverse
 
     def _begin(self, outputs: Sequence[Tensor], given: Any, *, keeps_graph: bool = False) -> None:
         """Begin an update: record the losses, each times the gradient passed for it, since WGANs start from -1."""
         run = self._run
         run.close_update()
-        run.left_out.pass_begins()
-        for watcher in run.watchers:
+        run.repeated_after_leaving_out()
+        for watcher in run.listeners.all:
             watcher.backward_begins(outputs)
-        recorder = run.recorder
-        needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
-        reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        name = running_loss_name() if run.owners.may_need_names(recorder.num_closed) else ""
+        recorder = run.update.recorder
+        needs_reach = recorder.separate_losses.needs_reach or run.objects.numbers.may_need_reach(recorder.num_closed)
+        reached = run.objects.numbers.reached(leaves_of(outputs)) if needs_reach else None
+        name = running_loss_name() if run.objects.numbers.may_need_names(recorder.num_closed) else ""
         num_before, starts = recorder.num_open, given_gradients(outputs, given)
         for loss, gradient in zip(outputs, starts, strict=False):  # torch itself refuses other lengths
             if loss.numel() == 1:
-                if not recorder.has_any_loss and not run.scaled_by_script:
+                if not recorder.has_any_loss and not run.update.scaled_by_script:
                     _refuse_infinite(loss)
-                true = self._true_loss(loss) if run.scaled_by_script else loss
+                true = self._true_loss(loss) if run.update.scaled_by_script else loss
                 recorder.loss(weighted(true, gradient), reached=reached, name=name)
         if recorder.measures:
             run.losses.pass_begins(outputs, given, range(num_before, recorder.num_open), keeps_graph=keeps_graph)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss without the scale of the script's scaler."""
-        scale = scale_on_device(self._run.script_scaler)
+        scale = self._run.update.scale_on_device()
+        assert scale is not None
         return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
 
     def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
@@ -377,7 +380,7 @@ class BackwardPasses:
         if self._inverse is None:
             return
         leaves = leaves_of([t for t in outputs if isinstance(t, Tensor)])
-        self._hook_leaves([t for t in leaves if isinstance(t, torch.nn.Parameter) or self._run.owns([t])])
+        self._hook_leaves([t for t in leaves if isinstance(t, torch.nn.Parameter) or self._run.objects.owns([t])])
 
     def _unhook(self) -> None:
         for handle in self._hooked.values():
@@ -391,7 +394,7 @@ class BackwardPasses:
         """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
-        return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
+        return self._run.objects.owns(leaves) if self._run.objects.optimizers else all(t.is_leaf for t in leaves)
 
 
 def _values_of(gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ An overflowed gradient stays infinite until then, as under GradScaler; a hook ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,7 @@ from torch.autograd.function import _HookMixin
 from mezzo.engine.gradients import ACCUMULATES, trained_leaves
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.precision import ScriptPrecision
 
 _FP32 = FP32.dtype
 
@@ -32,8 +30,8 @@ _FP32 = FP32.dtype
 class BatchedUnscaling:
     """The passes of a steady run whose gradients are unscaled in one call, and the flag of the last one."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, precision: ScriptPrecision) -> None:
+        self._precision = precision
         self._unhook: Callable[[Tensor], None] = lambda leaf: None
         self._disabled = False
         """Whether the script sets hooks inside graphs, so that its code may run in any backward pass, or retains gradients there."""
@@ -69,7 +67,7 @@ class BatchedUnscaling:
         """Return the scaled gradient from which the backward pass of ``loss`` starts if it can be batched, else None."""
         if self._disabled or (self._group is not None and self._group._default_pg is not None):
             return None
-        scale = self._run.scale.on_device()
+        scale = self._precision.scale.on_device()
         if type(loss) is not Tensor or loss.dim() or loss.dtype is not _FP32 or not isinstance(scale, Tensor):
             return None
         device = scale.device
@@ -114,7 +112,7 @@ class BatchedUnscaling:
 
     def unscale(self, optimizer: torch.optim.Optimizer, unscale_one: Callable[[Tensor], Tensor]) -> None:
         """Unscale the gradients that a batched pass has left: with ``unscale_one``, one by one, if any has an unusual form."""
-        inverse = self._run.scale.inverse()
+        inverse = self._precision.scale.inverse()
         assert inverse is not None
         self._overflow = None
         gradients = _gradients(optimizer, inverse.device)

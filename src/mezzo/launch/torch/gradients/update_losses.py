@@ -22,7 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import ref
 
 import torch
@@ -30,12 +30,11 @@ from torch import Tensor
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.torch.gradients.passed import leaves_of
+from mezzo.launch.torch.script_objects import ScriptObjects
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.observe.lint.losses import UNKNOWN, TracedLoss, factor_of_product, loss_of
 from mezzo.observe.source_lines import own_place
 from mezzo.records import Reason
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.state import Run
 
 _TRACKED_UPDATES = 8
 """Updates in which a first pass is tracked although it may be the only one: at the start, and after the last update with several."""
@@ -81,8 +80,9 @@ class _Pass:
 class UpdateLosses:
     """The backward passes before the next update of a script."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
+        self._update, self._objects, self._end_steady = update, objects, end_steady
         self._passes: list[_Pass] = []
         self._tracks = False
         self._last_several = -_TRACKED_UPDATES
@@ -106,7 +106,7 @@ class UpdateLosses:
     @property
     def may_be_several(self) -> bool:
         """Whether to track the first pass of an update."""
-        num = self._run.recorder.num_closed
+        num = self._update.recorder.num_closed
         return num < _TRACKED_UPDATES or 0 <= num - self._last_several < _TRACKED_UPDATES
 
     def forget(self, *, keep: int = 0) -> None:
@@ -115,13 +115,13 @@ class UpdateLosses:
 
     def pass_begins(self, roots: Sequence[Tensor], given: Any, positions: range, *, keeps_graph: bool) -> None:
         """Record that a pass begins whose losses are at ``positions`` among those of the open update."""
-        run, first = self._run, positions.start == 0
+        first = positions.start == 0
         if first:
             self._passes, self._inputs = [], []
             self._tracks = self.may_be_several
         else:
-            self._last_several = run.recorder.num_closed
-            run.steady.end()
+            self._last_several = self._update.recorder.num_closed
+            self._end_steady()
         if not self._tracks:
             return
         trained = self._trained()
@@ -131,7 +131,7 @@ class UpdateLosses:
         if not first:
             self._note_cleared(trained)
         loss = loss_of(roots[0], ()) if len(roots) == 1 else UNKNOWN
-        if run.scaled_by_script and loss.factors:
+        if self._update.scaled_by_script and loss.factors:
             loss = loss._replace(factors=loss.factors[1:])
         self._passes.append(
             _Pass(
@@ -184,7 +184,7 @@ class UpdateLosses:
         if len(passes) < 2:
             return
         self._num_sampled += sampled
-        recorder, (kept, how) = self._run.recorder, _kept(passes)
+        recorder, (kept, how) = self._update.recorder, _kept(passes)
         dropped = {position for one in passes if one not in kept for position in one.positions}
         if dropped:
             recorder.choose([position for position in range(recorder.num_open) if position not in dropped])
@@ -211,7 +211,7 @@ class UpdateLosses:
         return [Reason(what="loss of an update", value=value, reason=reason)]
 
     def _trained(self) -> dict[int, Tensor]:
-        return {id(p): p for optimizer in self._run.optimizers for p in trained_leaves(optimizer)}
+        return {id(p): p for optimizer in self._objects.optimizers for p in trained_leaves(optimizer)}
 
     # --- weights ---------------------------------------------------------------------------------------------------------------
 

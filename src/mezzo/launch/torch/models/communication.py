@@ -28,7 +28,7 @@ from mezzo.engine.processes.exchange import refuse_world, set_hook
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.formats import FORMATS
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.policy import Policy
 from mezzo.records import Reason
 
@@ -45,13 +45,13 @@ _EXCHANGED = ("reduce", "gather")
 class Communication:
     """The exchange of gradients and weights between a script's processes, real or emulated."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TorchRun) -> None:
         self._run = run
-        self._policy = run.applied
+        self._policy = run.precision.effective
         self._world: EmulatedWorld | None = None
         if self._policy is not None and self._policy.world > 1:
             self._world = EmulatedWorld(self._policy, self._loss_scale)
-            run.measured = self.explanation
+            run.notes.add_measurement(self.explanation)
 
     def install(self, patches: Patches) -> None:
         """Apply the policy to models that the script replicates or shards, until ``patches`` are undone."""
@@ -61,7 +61,7 @@ class Communication:
         for field in named:
             if field == "gather" or self._world is None:
                 why = _NO_GROUP if field == "reduce" else _NO_SHARDS
-                self._run.note_left_alone(field, getattr(policy, field), why)
+                self._run.notes.note_left_alone(field, getattr(policy, field), why)
         if dist.is_available():
             patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicate, policy))
             import torch.distributed.fsdp as fsdp
@@ -87,9 +87,11 @@ class Communication:
     def _set_hook(self, model: DistributedDataParallel, policy: Policy) -> None:
         if policy.reduce == "auto":
             return
-        self._run.left_alone.pop(f"reduce {policy.reduce}", None)  # noted before the script replicated a model
+        self._run.notes.forget(f"reduce {policy.reduce}")  # noted before the script replicated a model
         if model._comm_hooks:
-            self._run.note_left_alone("reduce", policy.reduce, "the script's own communication hook decides the format")
+            self._run.notes.note_left_alone(
+                "reduce", policy.reduce, "the script's own communication hook decides the format"
+            )
             return
         set_hook(model, policy, self._loss_scale)
 
@@ -113,7 +115,7 @@ class Communication:
         changed = {"param_dtype": dtypes.get("gather", of_script.param_dtype)}
         changed["reduce_dtype"] = dtypes.get("reduce", of_script.reduce_dtype)
         for field in dtypes:
-            self._run.left_alone.pop(f"{field} {getattr(policy, field)}", None)
+            self._run.notes.forget(f"{field} {getattr(policy, field)}")
         return original(module, *args, mp_policy=dataclasses.replace(of_script, **changed), **kwargs)
 
     # --- one process -----------------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class Communication:
         """
         if self._world is None:
             return None
-        trained = [p for o in self._run.optimizers for p in trained_leaves(o)]
+        trained = [p for o in self._run.objects.optimizers for p in trained_leaves(o)]
         return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(trained or parameters())]
 
     def after_backward(self, before: Before | None) -> None:
@@ -152,7 +154,7 @@ class Communication:
 
     def _loss_scale(self) -> Tensor | None:
         """Return the loss scale that was divided out of the gradients."""
-        scale = self._run.scale.on_device() if self._run.scale.checks else None
+        scale = self._run.precision.scale.on_device() if self._run.precision.scale.checks else None
         return scale if isinstance(scale, Tensor) else None
 
 

@@ -19,7 +19,8 @@ from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import OwnForward
 from mezzo.errors import ScriptError
 from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.notes import RunNotes
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
@@ -34,8 +35,8 @@ _IMAGE_DIMENSIONS = 4
 class ChangedModels:
     """The models of a run that were changed, and the number of input elements of each step."""
 
-    def __init__(self, run: Run, changes: ModelChanges) -> None:
-        self._run, self._changes = run, changes
+    def __init__(self, update: OpenUpdate, notes: RunNotes, changes: ModelChanges) -> None:
+        self._update, self._notes, self._changes = update, notes, changes
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """By model called so far, whether its inputs become channels-last."""
         self._elements: Counter[int] = Counter()
@@ -51,7 +52,7 @@ class ChangedModels:
             self._seen[module] = self._change(module)
         if self._changes.counts_inputs and module.training and torch.is_grad_enabled():
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self._elements[self._run.num_updates] += next((tensor.numel() for tensor in tensors), 0)
+            self._elements[self._update.num_updates] += next((tensor.numel() for tensor in tensors), 0)
         if self._seen[module]:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
         return args, kwargs
@@ -122,7 +123,7 @@ class ChangedModels:
 
     def _leave_alone(self, change: ModelChange, what: str, name: str, why: str) -> None:
         self._why_not.setdefault(change, why)
-        self._run.note_left_alone(what, name, why)
+        self._notes.note_left_alone(what, name, why)
 
 
 def _channels_last(value: Any) -> Any:

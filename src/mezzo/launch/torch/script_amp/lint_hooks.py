@@ -70,7 +70,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
 def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -> Listener:
     """Report calls of a GradScaler that the policy has turned off, until the first updates have been checked.
 
-    Calls of a GradScaler that is on are checked to the end: in a steady run by ``steady_scaler``.
+    Calls of a GradScaler that is on are checked to the end: in a steady run by ``steady_state``.
     """
 
     @functools.wraps(original)

@@ -29,21 +29,21 @@ from torch.amp.grad_scaler import GradScaler
 from mezzo.engine.casts.autocast_kernels import open_table
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.cuda_stand_in import replace_builtin
-from mezzo.launch.torch.script_amp.steady_scaler import found_on_device
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
+from mezzo.launch.torch.steady_state import found_on_device
 from mezzo.launch.torch.thread_state import OwnSwitch
 
 _CPU, _CUDA = "cpu", "cuda"
 
 
-def replace_amp(run: Run, patches: Patches) -> None:
+def replace_amp(run: TorchRun, patches: Patches) -> None:
     """Replace or record the script's autocast and GradScaler until ``patches`` are undone."""
-    if run.applied is None:
+    if run.precision.effective is None:
         for name, recording in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
             patches.around(GradScaler, name, functools.partial(recording, run))
         patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
         return
-    if run.stand_in is not None:
+    if run.notes.stand_in is not None:
         _use_state_of_cpu(patches)
     patches.wrap(autocast, "__init__", functools.partial(_in_policy, run))
     patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
@@ -51,13 +51,13 @@ def replace_amp(run: Run, patches: Patches) -> None:
     patches.around(GradScaler, "__init__", turned_off)
 
 
-def note_autocast_without_device(run: Run, patches: Patches) -> None:
+def note_autocast_without_device(run: TorchRun, patches: Patches) -> None:
     """Note if the script, as-is, turns autocast on for CUDA, which this machine does not have, until ``patches`` are undone."""
     patches.around(autocast, "__init__", functools.partial(_note_without_device, run))
 
 
 def _note_without_device(
-    run: Run,
+    run: TorchRun,
     original: Callable[..., Any],
     self: Any,
     device_type: str,
@@ -68,7 +68,7 @@ def _note_without_device(
 ) -> None:
     """Note that the script turns autocast on for CUDA, where torch then leaves it off."""
     if enabled and device_type == _CUDA:
-        run.note_own_amp_off()
+        run.notes.note_own_amp_off()
     original(self, device_type, dtype, enabled, *rest, **named)
 
 
@@ -105,24 +105,24 @@ def _use_state_of_cpu(patches: Patches) -> None:
     patches.around(torch.amp.autocast_mode, "_cast", cast)
 
 
-def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
+def _dtype_under(run: TorchRun) -> Callable[[], torch.dtype | None]:
     """Return a function that returns the format of the policy's regions, None for FP32; it is recomputed only after a fallback."""
     policy: Any = None
     dtype: torch.dtype | None = None
 
     def current() -> torch.dtype | None:
         nonlocal policy, dtype
-        if run.applied is not policy:
-            policy = run.applied
+        if run.precision.effective is not policy:
+            policy = run.precision.effective
             dtype = policy.storage.dtype if policy is not None and policy.lowers else None
         return dtype
 
     return current
 
 
-def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_policy(run: TorchRun, original: Callable[..., Any]) -> Callable[..., Any]:
     dtype_under = _dtype_under(run)
-    absent = None if run.stand_in is None else _CUDA
+    absent = None if run.notes.stand_in is None else _CUDA
 
     @functools.wraps(original)
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **named: Any) -> None:
@@ -135,31 +135,32 @@ def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_table(run: TorchRun, original: Callable[..., Any]) -> Callable[..., Any]:
     dtype_under = _dtype_under(run)
 
     @functools.wraps(original)
     def enter(self: Any) -> Any:
-        if run.changed_policy is not None and self._enabled and run.applied is not None:
+        if run.precision.change is not None and self._enabled and run.precision.effective is not None:
             dtype = dtype_under()  # the region may have been created under an earlier policy
             self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
             self.fast_dtype = dtype or self.fast_dtype
         off, on = getattr(self, "_mezzo_left_off", not self._enabled), self._enabled
-        local, kind = run.local, self.device
+        local, kind = run.phase.local, self.device
         compiling = torch.compiler.is_compiling()
         # Once a region of the script is on, it matters only for those that are off.
-        outermost = not compiling and (off or not run.own_autocast_on) and _is_outermost(run, kind)
+        outermost = not compiling and (off or not run.phase.own_autocast_on) and _is_outermost(run, kind)
         result = original(self) if compiling or torch._C._is_torch_function_mode_enabled() else _enter_state(self, kind)
         regions: list[AbstractContextManager[Any] | None] = self.__dict__.setdefault("_mezzo_regions", [])
         regions.append(None)
         if getattr(self, "_mezzo_turned_off", False):
-            run.autocasts_off = True
+            run.phase.autocast_turned_off()
             local.autocasts_off += 1
-        if run.observer is not None and kind == (run.device_type or kind):
-            self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=local.depth > 0)
+        if run.listeners.observer is not None and kind == (run.precision.device_type or kind):
+            self._mezzo_entered = run.listeners.observer.autocast_entered(off=off, in_module=local.depth > 0)
         if on and not compiling:
-            run.own_autocast_on = run.own_autocast_on or outermost
-            casting = run.casting(kind)
+            if outermost:
+                run.phase.autocast_turned_on()
+            casting = run.precision.casting(kind)
             if casting is not None and casting.table is not None and open_table() is None:
                 regions[-1] = region = casting.region()
                 region.__enter__()
@@ -193,26 +194,26 @@ def _leave_state(self: Any) -> None:
     torch.set_autocast_cache_enabled(self.prev_cache_enabled)
 
 
-def _is_outermost(run: Run, device_type: str) -> bool:
+def _is_outermost(run: TorchRun, device_type: str) -> bool:
     """Return whether no module, region or backward pass is around the running code."""
-    if run.local.depth or run.recomputing or is_autocast_enabled(device_type):
+    if run.phase.local.depth or run.phase.recomputing or is_autocast_enabled(device_type):
         return False
     return open_table() is None and torch._C._current_autograd_node() is None
 
 
-def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_table(run: TorchRun, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def leave(self: Any, *error: Any) -> Any:
         regions = self.__dict__.get("_mezzo_regions")
         region = regions.pop() if regions else None
         if region is not None:
             region.__exit__(None, None, None)
-        local = run.local
+        local = run.phase.local
         if local.own_switch is not None and local.own_switch.regions is regions and not regions:
-            local.own_switch = None
+            local.end_own_switch()
         local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
-        if run.observer is not None and hasattr(self, "_mezzo_entered"):
-            run.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
+        if run.listeners.observer is not None and hasattr(self, "_mezzo_entered"):
+            run.listeners.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
         if torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled():
             return original(self, *error)
         return _leave_state(self)
@@ -225,14 +226,16 @@ def turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     original(self, *args[:5], **{**kwargs, "enabled": False})
 
 
-def _record_scale(run: Run, original: Callable[..., Any], self: Any, outputs: Any) -> Any:
+def _record_scale(run: TorchRun, original: Callable[..., Any], self: Any, outputs: Any) -> Any:
     if self.is_enabled():
         run.record_scaler(self)
     return original(self, outputs)
 
 
-def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if run.not_training:  # perhaps in a capture, where nothing may be read
+def _record_step(
+    run: TorchRun, original: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if run.phase.not_training:  # perhaps in a capture, where nothing may be read
         return original(self, optimizer, *args, **kwargs)
     recorded = _RecordedStep(optimizer)
     self._mezzo_recorded = recorded
@@ -283,6 +286,6 @@ def _skipped(scaler: Any, optimizer: Any, recorded: _RecordedStep) -> bool | Ten
     return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
 
 
-def _record_update(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    run.scaled_by_script = False
+def _record_update(run: TorchRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run.update.scaling_ended()
     return original(*args, **kwargs)

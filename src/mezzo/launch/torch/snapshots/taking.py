@@ -29,7 +29,6 @@ from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
-from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.kinds import SAVERS
@@ -40,7 +39,7 @@ from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
 from mezzo.launch.torch.snapshots.starting import choose_start
 from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotProof, SnapshotsTaken
@@ -53,7 +52,7 @@ _TRIED = (3, 11)
 class ScriptSnapshots:
     """The snapshots of a run, and the one that it resumes."""
 
-    def __init__(self, run: Run, request: SnapshotRequest, script: ScriptFile) -> None:
+    def __init__(self, run: TorchRun, request: SnapshotRequest, script: ScriptFile) -> None:
         """Read the snapshot to resume, if one is requested, and lock the folder.
 
         Raises:
@@ -73,7 +72,7 @@ class ScriptSnapshots:
         self._files = OwnFiles(script.folder, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
         self._loops = Loops(
             self._files,
-            trains=lambda: bool(run.optimizers),
+            trains=lambda: bool(run.objects.optimizers),
             instead=self._returns,
             save=self._save,
             refuse=self._refused,
@@ -126,7 +125,7 @@ class ScriptSnapshots:
         self._journal.install(patches)
 
     def run_file(self, script: ScriptFile) -> dict[str, Any]:
-        """Run the script's file and return its global variables."""
+        """TorchRun the script's file and return its global variables."""
         return run_as_main(self._files, script.path, package=script.package)
 
     def close(self) -> SnapshotsTaken:
@@ -157,7 +156,7 @@ class ScriptSnapshots:
 
     def _after_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not self._run.optimizers:  # the script updates its weights by hand
+        if not self._run.objects.optimizers:  # the script updates its weights by hand
             self._updated()
         return result
 
@@ -203,7 +202,7 @@ class ScriptSnapshots:
 
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
-        every_s, updates = self._request.every_s, self._run.num_updates
+        every_s, updates = self._request.every_s, self._run.update.num_updates
         if self._agreement is not None and updates >= self._agreement.next and not are_several():
             self._report_problem(
                 "save", "no snapshot: the script's processes form no group, so they cannot save together"
@@ -253,7 +252,7 @@ class ScriptSnapshots:
         try:
             self._finish_saving()
             run = self._run
-            updates = run.num_updates + (self.taken.resumed_updates or 0)
+            updates = run.update.num_updates + (self.taken.resumed_updates or 0)
             path = self._folder.next_path(updates=updates, calls=0)
             number = int(path.name.split("-")[0])
             trained = states_of(objects) if run.guard is not None else []
@@ -261,8 +260,8 @@ class ScriptSnapshots:
                 "run": self._request.identity,
                 "number": number,
                 "files": self._journal.begin(number),
-                "policy": str(run.current),
-                "device": None if run.device_type is None else str(run.recorder.clock.device),
+                "policy": str(run.precision.present),
+                "device": None if run.precision.device_type is None else str(run.update.recorder.clock.device),
                 "scales": run.scale_states(),
                 "drops": run.left_out.drops,
                 "schedules": _since_steps(run, objects),
@@ -353,8 +352,7 @@ class ScriptSnapshots:
         set_random_states(contents["random"])
         self._journal.end_set_up(contents["number"], contents["files"])
         run.close_update()
-        run.losses.forget()
-        run.recorder = run.recorder.replacement()
+        run.start_over()
         if run.guard is not None:
             run.guard.restart()
         self.taken = self.taken.model_copy(
@@ -362,13 +360,13 @@ class ScriptSnapshots:
         )
         if contents["device"] is not None:  # else the first call of a model would begin with a new scale
             run.begin_on(torch.device(contents["device"]))
-        if contents["policy"] != str(run.current):
+        if contents["policy"] != str(run.precision.present):
             why = "the run that is resumed had fallen back to it; see its record"
-            change_policy(run, Policy.parse(contents["policy"]), why)
+            run.change_policy(Policy.parse(contents["policy"]), why)
             print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
-        for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+        for scale, state in zip((run.precision.scale, run.precision.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
-        run.left_out.drops = contents["drops"]
+        run.left_out.resume(drops=contents["drops"])
         if contents["schedules"]:
             for name, scheduler in self._loops.objects().items():
                 if name in contents["schedules"]:
@@ -395,7 +393,7 @@ class ScriptSnapshots:
         self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
 
 
-def _since_steps(run: Run, objects: dict[str, Any]) -> dict[str, list[int]]:
+def _since_steps(run: TorchRun, objects: dict[str, Any]) -> dict[str, list[int]]:
     """Return each scheduler's updates since its last step, and how many of them were skipped."""
     found = {name: run.schedules.since_step(one) for name, one in objects.items() if isinstance(one, LRScheduler)}
     return {name: list(since) for name, since in found.items() if since is not None}

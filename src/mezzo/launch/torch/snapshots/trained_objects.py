@@ -21,7 +21,7 @@ from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
 from mezzo.launch.torch.policy_change import fall_back
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.records import Alarm, Rewind
 
 
@@ -93,7 +93,7 @@ _SETTERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def return_to_good(
-    run: Run,
+    run: TorchRun,
     folder: Path,
     alarm: Alarm,
     earlier: list[Rewind],
@@ -124,23 +124,23 @@ def return_to_good(
     saved, contents = good
     for name, kind, state in contents["trained"]:
         set_state(kind, objects[name], state)
-    current = str(run.current)
+    current = str(run.precision.present)
     if contents.get("policy", current) == current:  # else the scales are those of a policy that the run has left
-        for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+        for scale, state in zip((run.precision.scale, run.precision.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
     restored = [objects[name] for name, _, _ in contents["trained"]]
     changes, changed_policy = apply_remedy(
         alarm.kind,
         # A snapshot saved after a return has its changes already.
         [rewind for rewind in earlier if rewind.snapshot >= saved.path.name],
-        optimizers=list(run.optimizers),
+        optimizers=list(run.objects.optimizers),
         schedulers=[obj for obj in restored if isinstance(obj, LRScheduler)],
-        scales=[run.scale, *(obj for obj in restored if isinstance(obj, torch.amp.GradScaler))],
+        scales=[run.precision.scale, *(obj for obj in restored if isinstance(obj, torch.amp.GradScaler))],
         fall_back=lambda: fall_back(run, alarm.kind),
     )
     if not changes:
         return "there is nothing to change that would help"
-    step, snapshot = run.recorder.num_closed, saved.path.name
+    step, snapshot = run.update.recorder.num_closed, saved.path.name
     return Rewind(
         alarm=alarm.kind,
         step=step,

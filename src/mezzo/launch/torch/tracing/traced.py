@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import TraceRequest
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.tracing import digests
 from mezzo.launch.torch.tracing.digests import text_digest
 from mezzo.launch.torch.tracing.variables import ScriptState, is_below, is_own_file, script_folder
@@ -37,7 +37,7 @@ from mezzo.measure.state_trace import Point, Written, line_of
 class StateTrace:
     """The trace of a run, written line by line."""
 
-    def __init__(self, run: Run, request: TraceRequest) -> None:
+    def __init__(self, run: TorchRun, request: TraceRequest) -> None:
         self._run, self._request = run, request
         self._process = os.getpid()
         self._file = os.open(request.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -58,8 +58,8 @@ class StateTrace:
             random.seed(self._request.first_seed)
             np.random.seed(self._request.first_seed)
             torch.manual_seed(self._request.first_seed)
-        self._run.on_root_call = self._called
-        self._run.watchers.append(self)
+        self._run.objects.notify_of_calls(self._called)
+        self._run.listeners.all.append(self)
         for kind in (LRScheduler, ReduceLROnPlateau):
             self._patches.around(kind, "__init__", functools.partial(_register, self._schedulers))
         self._patches.around(torch.amp.GradScaler, "__init__", functools.partial(_register, self._scalers))
@@ -68,12 +68,12 @@ class StateTrace:
 
     def close(self) -> None:
         """Trace the state at the end."""
-        if os.getpid() != self._process or self._run.on_root_call is None:
+        if os.getpid() != self._process or self._run.objects.on_root_call is None:
             return
-        self._run.on_root_call = None
-        self._run.watchers.remove(self)
+        self._run.objects.end_notices()
+        self._run.listeners.all.remove(self)
         self._patches.undo()
-        self._write("end", self._state(self._run.num_updates, []))
+        self._write("end", self._state(self._run.update.num_updates, []))
         os.close(self._file)
 
     # --- a watcher of the run ----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class StateTrace:
     # --- points ------------------------------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
-        updates = self._run.num_updates
+        updates = self._run.update.num_updates
         if updates == self._last or not (module.training and torch.is_grad_enabled()) or os.getpid() != self._process:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -127,7 +127,7 @@ class StateTrace:
         named: dict[str, Any] = self._variables.objects
         modules = {name: obj for name, obj in named.items() if isinstance(obj, nn.Module)}
         modules |= {f"{type(root).__name__} {n}": root for n, root in enumerate(self._roots.values())}
-        trained = digests.trained_by(self._run.optimizers, modules)
+        trained = digests.trained_by(self._run.objects.optimizers, modules)
         weights = {id(parameter) for _, parameter in trained}
         models = {name: m for name, m in modules.items() if any(id(p) in weights for p in m.parameters())}
         buffers: dict[int, tuple[str, Tensor]] = {}
@@ -143,7 +143,7 @@ class StateTrace:
             weights=[digests.tensors_digest(parameter) for _, parameter in trained],
             names=[name for name, _ in trained],
             buffers=digests.by_name(buffers.values()),
-            optimizers=[digests.optimizer_state(optimizer) for optimizer in self._run.optimizers],
+            optimizers=[digests.optimizer_state(optimizer) for optimizer in self._run.objects.optimizers],
             schedulers=[digests.object_state(scheduler) for scheduler in self._schedulers],
             scalers=[digests.object_state(scaler) for scaler in self._scalers],
             generators=digests.generator_digests() | self._script_generators(),
@@ -166,7 +166,7 @@ class StateTrace:
 
     def _wrote(self, path: str, *, is_checkpoint: bool) -> None:
         if os.getpid() == self._process:
-            updates = self._run.num_updates
+            updates = self._run.update.num_updates
             self._write("wrote", Written(path=path, updates=updates, is_checkpoint=is_checkpoint))
 
     def _write(self, kind: str, entry: Any) -> None:

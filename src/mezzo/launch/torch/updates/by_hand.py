@@ -8,18 +8,16 @@ so far may turn out to be such trials.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import total_norm
-from mezzo.engine.scaling import scale_for
+from mezzo.launch.torch.listeners import Listeners
+from mezzo.launch.torch.notes import RunNotes
+from mezzo.launch.torch.script_objects import ScriptObjects
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.observe.stopping import StopScript
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.state import Run
 
 _BY_HAND = "update by hand"
 _MAX_TRIALS = 100
@@ -31,8 +29,8 @@ Leaf = tuple[Callable[[], Tensor | None], int, int]
 class UpdatesByHand:
     """The backward passes of a script that has created no optimizer."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, update: OpenUpdate, objects: ScriptObjects, notes: RunNotes, listeners: Listeners) -> None:
+        self._update, self._objects, self._notes, self._listeners = update, objects, notes, listeners
         self._num = 0
         self._leaves: dict[int, Leaf] = {}
         """The leaves that passes have reached, by identity, as they were at the first of these passes."""
@@ -40,8 +38,6 @@ class UpdatesByHand:
         """The smallest leaf of the first pass, and its values then: a change through ``.data`` does not change its version."""
         self._wants_stop = False
         """Whether the observer has seen enough, if these passes are steps."""
-        self.restart_observer: Callable[[], None] | None = None
-        """Replaces the observer with a new one; None without an observer."""
 
     def reached(self, leaves: Sequence[Tensor]) -> None:
         """Record the leaves of a pass before the script may change them."""
@@ -53,21 +49,16 @@ class UpdatesByHand:
             smallest = min(leaves, key=Tensor.numel)
             self._sample = ref(smallest), smallest.detach().clone()
 
-    def record_update(self, gradients: list[Tensor]) -> None:
-        """Record a pass as an update."""
-        run = self._run
+    def count_pass(self) -> None:
+        """Count a pass as an update."""
         self._num += 1
-        run.note_left_alone("update", "by hand", "no optimizer object: every backward pass counts as an update")
-        if gradients and run.updated(total_norm(gradients)):
-            torch._foreach_zero_(gradients)  # so that the script's own update changes nothing
-        run.update_made(None)
+        self._notes.note_left_alone("update", "by hand", "no optimizer object: every backward pass counts as an update")
 
     def step_closed(self) -> None:
-        """Notify the run's watchers that a step is over; raise ``StopScript`` if that was the last one requested."""
-        run = self._run
-        for watcher in tuple(run.watchers):
+        """Notify the run's listeners that a step is over; raise ``StopScript`` if that was the last one requested."""
+        for listener in tuple(self._listeners.all):
             try:
-                watcher.step_closed(run.recorder.num_closed)
+                listener.step_closed(self._update.recorder.num_closed)
             except StopScript:
                 if not self._may_be_trials():
                     raise
@@ -77,35 +68,25 @@ class UpdatesByHand:
 
     def _may_be_trials(self) -> bool:
         """Return whether the steps so far may turn out to be trials once an optimizer is created."""
-        run = self._run
-        return run.observer is not None and 0 < self._num <= _MAX_TRIALS and not run.optimizers and not self._changed()
+        observed = self._listeners.observer is not None
+        return observed and 0 < self._num <= _MAX_TRIALS and not self._objects.optimizers and not self._changed()
 
-    def optimizer_created(self) -> None:
-        """Forget all passes so far if they changed no weight: the training begins with the script's first optimizer."""
-        run, num, self._num, self._wants_stop = self._run, self._num, 0, False
-        if run.optimizers or (run.observer is not None and not run.observer.can_switch_modes()):
-            return
+    def were_trials(self) -> bool:
+        """Return whether the passes so far changed no weight, now that the script builds an optimizer: then it begins to train here."""
+        num, self._num, self._wants_stop = self._num, 0, False
+        observer = self._listeners.observer
+        if self._objects.optimizers or (observer is not None and not observer.can_switch_modes()):
+            return False
         if not num:
-            if run.observer is not None:
-                run.observer.optimizer_created()
-            return
+            if observer is not None:
+                observer.optimizer_created()
+            return False
         if self._changed():
-            return
-        run.left_alone.pop(_BY_HAND, None)
+            return False
+        self._notes.forget(_BY_HAND)
         why = "they changed no weight and the script had no optimizer yet, so they are no steps of its training"
-        run.note_left_alone("backward passes", f"{num} before the optimizer", why)
-        run.stepped, run.overflowed, run.open_skipped = False, None, False
-        run.left_out.forget()
-        run.losses.forget()
-        run.recorder = run.recorder.replacement()
-        if run.applied is not None and run.recorder.clock.device is not None:
-            run.scale = scale_for(run.applied, run.recorder.clock.device, known=True)
-        if self.restart_observer is not None:
-            self.restart_observer()
-        for watcher in run.watchers:
-            watcher.steps_discarded()
-        if run.guard is not None:
-            run.guard.restart()
+        self._notes.note_left_alone("backward passes", f"{num} before the optimizer", why)
+        return True
 
     def _changed(self) -> bool:
         """Return whether a leaf that still exists has changed since its first pass; reads the values of a small one."""

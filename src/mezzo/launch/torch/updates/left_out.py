@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -22,10 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves
+from mezzo.launch.torch.listeners import Listeners
+from mezzo.launch.torch.precision import ScriptPrecision
+from mezzo.launch.torch.script_objects import ScriptObjects
+from mezzo.launch.torch.steady_state import Steady
+from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.observe.observer import Update
-
-if TYPE_CHECKING:
-    from mezzo.launch.torch.state import Run
 
 Leaf = Callable[[], Tensor | None]
 Leaves = dict[int, Leaf]
@@ -37,8 +38,16 @@ Place = tuple[tuple[int, int], ...]
 class LeftOutUpdates:
     """The passes whose gradients overflowed, until an optimizer steps on their leaves."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(
+        self,
+        precision: ScriptPrecision,
+        update: OpenUpdate,
+        objects: ScriptObjects,
+        listeners: Listeners,
+        steady: Steady,
+    ) -> None:
+        self._precision, self._update, self._objects = precision, update, objects
+        self._listeners, self._steady = listeners, steady
         self._scale: float | None = None
         self._proven = False
         """Whether an update was finite at the present scale."""
@@ -53,6 +62,10 @@ class LeftOutUpdates:
         self._dropped: dict[Place, Leaves] = {}
         """The same for passes whose gradients the script has dropped since."""
 
+    def resume(self, *, drops: bool) -> None:
+        """Continue a run whose script had, or had not, dropped gradients without a step."""
+        self.drops = drops
+
     @property
     def waits(self) -> bool:
         """Whether the gradients of a pass overflowed, and no update has followed yet."""
@@ -64,8 +77,7 @@ class LeftOutUpdates:
 
     def pass_ended(self, leaves: Iterable[Tensor]) -> None:
         """Note a backward pass that ran with the loss scale; read one flag from the device if its gradients are to be checked."""
-        run = self._run
-        if run.in_closure:
+        if self._update.in_closure:
             return
         if torch._C._len_torch_dispatch_stack():  # observers: nothing of the training is computed from these numbers
             with _disable_current_modes():
@@ -100,29 +112,31 @@ class LeftOutUpdates:
         """Note the end of an update; ``skipped`` is None if its gradients were not checked."""
         self._sample = None
         # Leaves that no optimizer trains, such as the 16-bit copies of a script's own master weights, are kept for one update only.
-        owned = self._run.owners.reached
+        owned = self._objects.numbers.reached
         self._overflowed = {place: leaves for place, leaves in self._overflowed.items() if owned(_living(leaves))}
         self._proven = scale == self._scale and (self._proven or skipped is False)
         self._scale = scale
 
-    def pass_begins(self) -> None:
-        """Record the update of an earlier pass as skipped if the script left it out because of an overflow and now repeats the pass."""
-        run = self._run
-        if not run.scale.checks or run.in_closure:
-            return
+    def pass_begins(self) -> bool:
+        """Return whether the pass is an earlier one again, whose update the script left out because of an overflow.
+
+        Then that update is open, as one that was skipped.
+        """
+        if not self._precision.scale.checks or self._update.in_closure:
+            return False
         self._note_dropped()
         if self._proven and not self.drops:
-            return
+            return False
         self._place = _place()
         leaves = self._dropped.pop(self._place, None)
         if leaves is None:
-            return
-        run.stepped = run.overflowed = run.open_skipped = True
-        run.made_by |= run.owners.reached(_living(leaves))
-        if run.observer is not None:
-            owners = [o for o in run.optimizers if any(id(p) in leaves for p in trained_leaves(o))]
-            run.updates += [Update(scaler=0, optimizer=id(o), skipped=True) for o in owners]
-        run.close_update()
+            return False
+        parts: list[Update] = []
+        if self._listeners.observer is not None:
+            owners = [o for o in self._objects.optimizers if any(id(p) in leaves for p in trained_leaves(o))]
+            parts = [Update(scaler=0, optimizer=id(o), skipped=True) for o in owners]
+        self._update.left_out(self._objects.numbers.reached(_living(leaves)), parts)
+        return True
 
     def _note_dropped(self) -> None:
         if self._sample is not None:
@@ -130,7 +144,7 @@ class LeftOutUpdates:
             leaf = find()
             gradient = None if leaf is None else leaf.grad
             self.drops |= gradient is None or (gradient.data_ptr(), gradient._version) != (address, version)
-        elif (optimizer := self._run.steady.optimizer()) is not None:  # after a pass that was not noted
+        elif (optimizer := self._steady.optimizer()) is not None:  # after a pass that was not noted
             self.drops |= any(p.grad is None for p in trained_leaves(optimizer))
         for place, leaves in tuple(self._overflowed.items()):
             living = _living(leaves)

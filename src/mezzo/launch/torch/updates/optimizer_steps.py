@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mezzo.engine.gradients import all_finite, set_aside, total_norm
 from mezzo.engine.processes.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import ScriptSchedules
-from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.steady_state import EVERY_NORM
 from mezzo.measure.step_clock import STEPS_PER_CPU_READING
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
@@ -56,7 +55,7 @@ class Evaluated:
 class Updates:
     """Hooks before and after every optimizer step of a script."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TorchRun) -> None:
         self._run = run
         self._stepping: Optimizer | None = None
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
@@ -64,7 +63,7 @@ class Updates:
         """Number of updates of each optimizer, and how many of them were skipped."""
         self._last_counts = [0, 0]
         """The counts of the last optimizer whose step was recorded in full."""
-        self._schedules = run.schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
+        self._schedules = run.follow_schedules(self._updates_of)
         self._casting_stopped = False
         """Whether casting is turned off for the running step."""
         self._closure_runs_first: set[type] = set()
@@ -88,21 +87,19 @@ class Updates:
             ]
 
         patches.on_undo(remove)
-        self._run.before_compiling.append(shield)
+        self._run.phase.before_compiling.append(shield)
         patches.around(Optimizer, "__init__", functools.partial(self._record_optimizer, patches))
-        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+        if self._run.precision.effective is not None and self._run.precision.effective.loss_scale != "none":
             patches.wrap(clip_grad, "_get_total_norm", functools.partial(_tolerating_overflow, self._run))
         self._schedules.install(patches, LRScheduler)
 
     def _record_optimizer(
         self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
-        self._run.steady.end()
-        self._run.by_hand.optimizer_created()
-        self._run.optimizers[optimizer] = None
+        self._run.optimizer_created(optimizer)
         self._leave_out_step(patches, _stepping_class(optimizer))
         original(optimizer, *args, **kwargs)
-        self._run.owners.created(optimizer)
+        self._run.objects.numbers.created(optimizer)
         stepping = _stepping_class(optimizer)
         once = stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
         if once and stepping not in self._closure_runs_first:
@@ -118,7 +115,7 @@ class Updates:
         run = self._run
 
         def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if run.skips and _closure_of((optimizer, *args), kwargs) is None:
+            if run.update.skips and _closure_of((optimizer, *args), kwargs) is None:
                 return None
             return original(optimizer, *args, **kwargs)
 
@@ -126,43 +123,43 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run
-        if run.not_training:
+        if run.phase.not_training:
             run.graphs.note_training()
             return None
         if self._stepping is not None and self._stepping is not optimizer:
             return None  # the step of a wrapper around other optimizers: a single update
         self._stepping, self._casting_stopped = optimizer, False
-        run.local.stepping = True
-        if run.transformed:
+        run.phase.local.stepping = True
+        if run.update.transformed:
             run.begin_transformed()
-        if run.local.depth and _closure_of(args, kwargs) is None:
+        if run.phase.local.depth and _closure_of(args, kwargs) is None:
             self._stop_casting()
         finite: bool | None = None
         if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
-            step = run.recorder.num_closed + 1
-            finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
+            step = run.update.recorder.num_closed + 1
+            finite = run.steady.batched.finite(optimizer) if run.precision.scale.checks else True
             if finite and step > EVERY_NORM:  # the same as below, without the calls
                 if step % STEPS_BETWEEN_NORMS == 0 and (norm := _norm(optimizer)) is not None:
-                    run.recorder.norm(norm)
-                run.stepped = True
-                run.skips = False
-                run.overflowed = False
+                    run.update.recorder.norm(norm)
+                run.update.stepped = True
+                run.update.skips = False
+                run.update.overflowed = False
                 self._last_counts[0] += 1
                 return None
         if optimizer not in self._counts:
             run.steady.end()
-            run.optimizers[optimizer] = None  # for a copied or unpickled optimizer, __init__ never ran
+            run.objects.optimizers[optimizer] = None  # for a copied or unpickled optimizer, __init__ never ran
             self._counts[optimizer] = [0, 0]
         self._last_counts = self._counts[optimizer]
         closure = _closure_of(args, kwargs)
         run.losses.stepping()
         if closure is None or isinstance(closure, Evaluated):
             run.lint.step_begins(optimizer)
-            self._decide(optimizer, finite if run.scale.checks else None)
+            self._decide(optimizer, finite if run.precision.scale.checks else None)
             run.stepping()
             return None
         run.close_update()
-        run.in_closure = True
+        run.update.in_closure = True
         repeating = self._until_finite(optimizer, closure)
         rest = tuple(repeating if a is closure else a for a in args)
         run.stepping()
@@ -173,8 +170,8 @@ class Updates:
 
         If the step raises, the end of the module's region restores autocast's state.
         """
-        kind = self._run.device_type
-        if self._run.applied is not None and kind is not None and torch.is_autocast_enabled(kind):
+        kind = self._run.precision.device_type
+        if self._run.precision.effective is not None and kind is not None and torch.is_autocast_enabled(kind):
             torch.set_autocast_enabled(kind, False)
             self._casting_stopped = True
 
@@ -183,14 +180,14 @@ class Updates:
         run = self._run
         if run.left_out.overflowed(optimizer):
             finite = False
-        norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
+        norm = _norm(optimizer) if (run.precision.scale.checks and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
             norm = norm - norm  # NaN, as it is if the hooks on the leaves detected the overflow
         skip = run.updated(norm, finite=finite)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
-        if run.observer is not None:
-            run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
+        if run.listeners.observer is not None:
+            run.update.parts.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         counts = self._counts[optimizer]
         counts[0] += 1
         counts[1] += skip
@@ -200,20 +197,20 @@ class Updates:
             return
         self._stepping = None
         run = self._run
-        run.local.stepping = False
+        run.phase.local.stepping = False
         if self._casting_stopped:
-            torch.set_autocast_enabled(run.device_type or "cpu", True)
-        if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
-            clock = run.recorder.clock
-            if run.device_type == "cuda" or run.recorder.num_closed % STEPS_PER_CPU_READING == 0:
+            torch.set_autocast_enabled(run.precision.device_type or "cpu", True)
+        if run.steady.optimizer() is optimizer and not (run.update.in_closure or run.update.skips):
+            clock = run.update.recorder.clock
+            if run.precision.device_type == "cuda" or run.update.recorder.num_closed % STEPS_PER_CPU_READING == 0:
                 clock.mark()
             else:  # the same without the CPU time and two calls
                 clock.ended = (perf_counter(), None, None)
             return
-        if run.in_closure:
+        if run.update.in_closure:
             run.lint.closure_ended(optimizer)
-        run.in_closure = False
-        run.recorder.measures = True
+        run.update.in_closure = False
+        run.update.recorder.measures = True
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -227,26 +224,26 @@ class Updates:
         """
         run = self._run
 
-        before = run.recorder.num_open
+        before = run.update.recorder.num_open
 
         def evaluate() -> Any:
             for _ in range(_MAX_EVALUATIONS):
-                if run.recorder.measures:
-                    run.recorder.forget(keep=before)
+                if run.update.recorder.measures:
+                    run.update.recorder.forget(keep=before)
                     run.losses.forget(keep=before)
                 loss = closure()
                 # A loss that is itself infinite is left to the optimizer: a line search went too far.
                 loss_infinite = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
                 gradients = _gradients(optimizer)
-                if not run.scale.checks or loss_infinite or all_finite(gradients):
+                if not run.precision.scale.checks or loss_infinite or all_finite(gradients):
                     break
-                if run.scale.at_floor():
+                if run.precision.scale.at_floor():
                     raise run.floor_error()
-                run.scale.updated(skipped=True)
-            if run.recorder.measures:
+                run.precision.scale.updated(skipped=True)
+            if run.update.recorder.measures:
                 record = run.evaluated if loss_infinite else run.updated
                 record(_norm(optimizer))
-                run.recorder.measures = False
+                run.update.recorder.measures = False
             return loss
 
         return evaluate
@@ -268,7 +265,7 @@ def _stepping_class(optimizer: Optimizer) -> type:
 
 
 def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
+    """TorchRun a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -283,12 +280,12 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _tolerating_overflow(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+def _tolerating_overflow(run: TorchRun, original: Callable[..., Any]) -> Callable[..., Any]:
     """Clip overflowed gradients without the error that a script may request: their update is skipped."""
 
     @functools.wraps(original)
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-        return original(tensors, norm_type, error_if_nonfinite and run.changed_policy is not None, foreach)
+        return original(tensors, norm_type, error_if_nonfinite and run.precision.change is not None, foreach)
 
     return norm
 
