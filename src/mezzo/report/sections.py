@@ -31,6 +31,8 @@ class Fact:
     tone: Tone = ""
     lines: tuple[str, ...] = ()
     """Lines of code that the value names, as ``file:line``: a page links them to the source below."""
+    is_code: bool = False
+    """Whether the value is to be copied."""
 
 
 @dataclass(frozen=True, kw_only=True)

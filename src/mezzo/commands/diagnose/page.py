@@ -21,7 +21,6 @@ from mezzo.report.sections import (
     Block,
     Cell,
     Charts,
-    Code,
     Fact,
     FactTable,
     Grid,
@@ -55,11 +54,11 @@ def page(record: DiagnoseRecord) -> Page:
     """Return what ``record`` says."""
     script, place = fmt.clean(PurePath(record.run.script).name), _place(record)
     detail = "" if record.verdict == "unfinished" else fmt.clean(record.detail)
-    fix: list[Block] = [
-        Paragraph(text=fmt.clean(record.fix)),
-        Code(text=fmt.clean(record.fix_line), copies="Copy the line"),
-        Paragraph(text=fmt.clean(record.fix_where)),
-        Paragraph(text=fmt.clean(record.fix_note), faint=True),
+    fix = [
+        Fact(what="do", value=fmt.clean(record.fix)),
+        Fact(what="write", value=fmt.clean(record.fix_line), is_code=True),
+        Fact(what="where", value=fmt.clean(record.fix_where)),
+        Fact(what="", value=fmt.clean(record.fix_note)),
     ]
     notes = [*_skips(record), *_ran_in(record), *shared.facts(record.notes)]
     found: list[Block] = [
@@ -73,7 +72,7 @@ def page(record: DiagnoseRecord) -> Page:
         answer=_answer(record, script),
         sections=[
             Section(title="Where" if place else "", blocks=[Paragraph(text=detail), FactTable(rows=place)]),
-            Section(title="Fix", blocks=fix),
+            facts_section("Fix", [fact for fact in fix if fact.value]),
             SourceCode(run=record.run, lines=_lines(record)),
             *map(finding_section, record.run.findings),
             facts_section(
