@@ -11,7 +11,7 @@ import pytest
 from paddle_runs import batches, network, numbers, observed, paddle
 
 from mezzo.errors import ScriptError
-from mezzo.launch.paddle.fallback.local_errors import relative_error
+from mezzo.launch.paddle.fallback.observer import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead

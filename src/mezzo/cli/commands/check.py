@@ -169,8 +169,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
     from mezzo.launch.frameworks import own_sources
-    from mezzo.measure.check.offers import BASELINE, THE_BASELINE, Offered, offered
-    from mezzo.measure.check.own_amp import own_amp
+    from mezzo.measure.check.offers import BASELINE, THE_BASELINE, Offered, offered, own_amp
 
     if opts.policies is None:
         sources = own_sources(opts.script.target, kind=opts.script.kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.check.own_amp import own_amp
+from mezzo.measure.check.offers import own_amp
 from paths import SCRIPTS
 
 
