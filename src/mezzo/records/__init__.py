@@ -100,10 +100,10 @@ from mezzo.records.run import SnapshotProof as SnapshotProof
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
 from mezzo.records.run import inspecting as inspecting
+from mezzo.records.tune import RowStatus as RowStatus
 from mezzo.records.tune import TuneDecision as TuneDecision
 from mezzo.records.tune import TuneRecord as TuneRecord
 from mezzo.records.tune import TuneRow as TuneRow
-from mezzo.records.tune import TuneState as TuneState
 from mezzo.records.tune import TuneTrial as TuneTrial
 from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
 from mezzo.records.values import Environment as Environment

@@ -12,7 +12,7 @@ from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.resuming import Finished
 from mezzo.launch.several.tune import Tune
 from mezzo.measure.tune.configurations import Configuration
-from mezzo.measure.tune.plan import Trial, TuneState
+from mezzo.measure.tune.plan import SearchKnowledge, Trial
 from mezzo.records import AS_IS, AnyRecord, RunRecord, write_record
 
 NOW, OTHER = Configuration(policy=AS_IS), Configuration(policy="bf16")
@@ -44,7 +44,7 @@ def test_the_limit_follows_from_the_first_run(resumed: bool, tmp_path: Path) -> 
         write_record(first, tmp_path / "round1-as-is" / "record.json")
         finished.add("round1-as-is", tmp_path / "round1-as-is" / "record.json")
     tune = Tune(
-        known=TuneState(configurations=(NOW, OTHER), steps=20, repeats=3, margin=0.02),
+        known=SearchKnowledge(configurations=(NOW, OTHER), steps=20, repeats=3, margin=0.02),
         budget_s=1e6,
         folder=tmp_path,
         finished=finished,

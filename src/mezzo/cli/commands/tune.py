@@ -236,7 +236,7 @@ def _tuning(
     from mezzo.launch.several.plan import MARGIN
     from mezzo.launch.several.tune import Tune
     from mezzo.launch.several.waves import Waves
-    from mezzo.measure.tune.plan import TuneState
+    from mezzo.measure.tune.plan import SearchKnowledge
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
@@ -244,7 +244,7 @@ def _tuning(
         budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
     finished.write()
     budget.say(f"{len(configurations)} configurations, including the script as it is")
-    known = TuneState(
+    known = SearchKnowledge(
         configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
     )
     return Tune(

@@ -17,7 +17,7 @@ from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
 from mezzo.launch.several.resuming import Finished, finished_run
 from mezzo.launch.several.waves import Waves
-from mezzo.measure.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, next_trial, steps_of
+from mezzo.measure.tune.plan import FINAL, SearchKnowledge, Trial, expected_trials, fault, next_trial, steps_of
 from mezzo.measure.tune.speed import speed_of
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
@@ -30,7 +30,7 @@ _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 class Tune:
     """A search in progress: what it knows, and what it has run."""
 
-    known: TuneState
+    known: SearchKnowledge
     budget_s: float
     folder: Path
     finished: Finished
@@ -47,7 +47,7 @@ class Tune:
         self._end_s = time.monotonic() + self.budget_s
         self._first_s = 0.0
 
-    def run(self) -> TuneState:
+    def run(self) -> SearchKnowledge:
         """Run trial after trial of the plan until nothing is left to run or the time is over.
 
         Raises:

@@ -29,7 +29,7 @@ from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
 from mezzo.observe.nonfinite.fixes import Tried
 from mezzo.observe.nonfinite.offers import Offer
-from mezzo.observe.nonfinite.where import Caller
+from mezzo.observe.nonfinite.where import TrainingStyle
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
@@ -66,7 +66,7 @@ class ScriptRun:
         return self.settings.steps[-1]
 
 
-def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: Caller = "loop") -> DiagnoseRecord:
+def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: TrainingStyle = "loop") -> DiagnoseRecord:
     """Return the verdict on a script whose first run left evidence.
 
     Args:
