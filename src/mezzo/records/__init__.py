@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from mezzo.commands.resume_check.record import MissingState as MissingState
     from mezzo.commands.resume_check.record import ResumeCheckRecord as ResumeCheckRecord
     from mezzo.commands.resume_check.record import ResumeVerdict as ResumeVerdict
+    from mezzo.commands.tune.record import RowStatus as RowStatus
     from mezzo.commands.tune.record import TuneDecision as TuneDecision
     from mezzo.commands.tune.record import TuneRecord as TuneRecord
     from mezzo.commands.tune.record import TuneRow as TuneRow
-    from mezzo.commands.tune.record import TuneState as TuneState
     from mezzo.commands.tune.record import TuneTrial as TuneTrial
     from mezzo.records.bottleneck import Bottleneck as Bottleneck
     from mezzo.records.bottleneck import GpuUse as GpuUse

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.commands.diagnose.passes import caller_of
-from mezzo.commands.diagnose.where import Caller
+from mezzo.commands.diagnose.where import TrainingStyle
 from paths import SCRIPTS
 
 
@@ -22,7 +22,7 @@ from paths import SCRIPTS
         ("patch_transformers", "transformers"),
     ],
 )
-def test_a_script_shows_what_trains_in_it(script: str, caller: Caller) -> None:
+def test_a_script_shows_what_trains_in_it(script: str, caller: TrainingStyle) -> None:
     assert caller_of(str(SCRIPTS / f"{script}.py"), kind="script") == caller
 
 

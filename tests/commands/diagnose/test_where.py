@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from mezzo.commands.diagnose.where import Caller, applies, written
+from mezzo.commands.diagnose.where import TrainingStyle, applies, written
 from mezzo.frameworks import keras
 from mezzo.observe.nonfinite import offers
 from mezzo.observe.nonfinite.offers import Offer
@@ -59,7 +59,7 @@ def found(*, framework: str = "torch 2.13.0", policy: str = "fp16", **fields: ob
         ("function", 'in code: mezzo.Session(model, optimizer, policy="fp16:fp32_modules=head")'),
     ],
 )
-def test_a_policy_is_typed_or_passed(caller: Caller, where: str) -> None:
+def test_a_policy_is_typed_or_passed(caller: TrainingStyle, where: str) -> None:
     assert written(KEEP, found(), FP16, caller) == (f'policy = "{POLICY}"', where, POLICY)
 
 
@@ -122,7 +122,9 @@ OWN = {"own_scaler": True}
         (Offer("lower the learning rate"), "loop", {}, ""),
     ],
 )
-def test_a_line_of_the_script_has_a_place(offer: Offer, caller: Caller, fields: dict[str, object], where: str) -> None:
+def test_a_line_of_the_script_has_a_place(
+    offer: Offer, caller: TrainingStyle, fields: dict[str, object], where: str
+) -> None:
     line = "" if offer.line is None else offer.line.torch
     assert written(offer, found(**fields), None, caller) == (line, where, "")
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers_compare import falling, run
 from mezzo.commands.tune.configurations import Configuration
-from mezzo.commands.tune.plan import Trial, TuneState
+from mezzo.commands.tune.plan import SearchKnowledge, Trial
 from mezzo.commands.tune.runs import Tune
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.resuming import Finished
@@ -44,7 +44,7 @@ def test_the_limit_follows_from_the_first_run(resumed: bool, tmp_path: Path) -> 
         write_record(first, tmp_path / "round1-as-is" / "record.json")
         finished.add("round1-as-is", tmp_path / "round1-as-is" / "record.json")
     tune = Tune(
-        known=TuneState(configurations=(NOW, OTHER), steps=20, repeats=3, margin=0.02),
+        known=SearchKnowledge(configurations=(NOW, OTHER), steps=20, repeats=3, margin=0.02),
         budget_s=1e6,
         folder=tmp_path,
         finished=finished,

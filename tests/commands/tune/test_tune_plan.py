@@ -13,7 +13,16 @@ from scipy import stats
 import record_builders as build
 from mezzo.commands.tune.answer import BestTrial, answered
 from mezzo.commands.tune.configurations import Configuration, grid
-from mezzo.commands.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, finalists, next_trial, pruned
+from mezzo.commands.tune.plan import (
+    FINAL,
+    SearchKnowledge,
+    Trial,
+    expected_trials,
+    fault,
+    finalists,
+    next_trial,
+    pruned,
+)
 from mezzo.commands.tune.speed import speed_of, speed_up
 from mezzo.records import (
     Effective,
@@ -64,7 +73,7 @@ def ran(
     return RunRecord.model_validate(known | fields)
 
 
-def searched(known: TuneState, facts: Mapping[str, dict[str, Any]]) -> TuneState:
+def searched(known: SearchKnowledge, facts: Mapping[str, dict[str, Any]]) -> SearchKnowledge:
     """Run the plan to its end; ``facts`` has the fields of each configuration's runs by its name."""
     while (trial := next_trial(known)) is not None:
         configuration = trial.configuration
@@ -79,10 +88,10 @@ def searched(known: TuneState, facts: Mapping[str, dict[str, Any]]) -> TuneState
 
 def search(
     facts: Mapping[str, dict[str, Any]], *, vary: Mapping[str, list[str]] | None = None, **fields: Any
-) -> tuple[TuneState, BestTrial]:
+) -> tuple[SearchKnowledge, BestTrial]:
     configurations = tuple(grid(["bf16"], vary or {}, [(True, False), (False, True)], []))
     begun: dict[str, Any] = {"configurations": configurations, "steps": 20, "repeats": 3, "margin": 0.02}
-    known = searched(TuneState(**(begun | fields)), facts)
+    known = searched(SearchKnowledge(**(begun | fields)), facts)
     return known, answered(known)
 
 
@@ -94,7 +103,7 @@ FAST = {"bf16, compiled": {"ms": 50.0}}
 
 
 def test_the_first_run_is_the_script_as_it_is() -> None:
-    known = TuneState(configurations=tuple(grid(["bf16"], {}, [], [])), steps=20, repeats=3, margin=0.02)
+    known = SearchKnowledge(configurations=tuple(grid(["bf16"], {}, [], [])), steps=20, repeats=3, margin=0.02)
     assert next_trial(known) == Trial(Configuration(), 0)
     assert next_trial(replace(known, left_share=0.0)) is None
 
@@ -197,7 +206,7 @@ def test_a_policy_that_computed_nothing_in_its_format_is_not_run_in_other_varian
     effective: Effective, error: str | None, others: dict[str, str]
 ) -> None:
     configurations = tuple(grid(["fp8"], {"batch-size": ["16"]}, [(True, False), (False, True)], []))
-    known = TuneState(configurations=configurations, steps=20, repeats=3, margin=0.02)
+    known = SearchKnowledge(configurations=configurations, steps=20, repeats=3, margin=0.02)
     facts = {one.name: {"effective": IN_FP8} for one in configurations if one.policy == "fp8"}
     found = answered(searched(known, facts | {"fp8": {"effective": effective, "error": error}}))
     unrun = {row.name: row.reason for row in found.rows if row.state == "not run"}
@@ -300,7 +309,7 @@ def test_what_predictions_rule_out_is_not_run_and_says_why() -> None:
 def test_checkpointing_is_a_dimension_and_must_have_been_applied() -> None:
     configurations = tuple(grid([], {}, [], [], checkpoints=["full", "1GiB"]))
     assert [one.name for one in configurations] == ["as-is", "as-is, checkpointed full", "as-is, checkpointed 1GiB"]
-    begun = TuneState(configurations=configurations, steps=20, repeats=3, margin=0.02)
+    begun = SearchKnowledge(configurations=configurations, steps=20, repeats=3, margin=0.02)
     missed = Effective(flops_by_format={"fp32": 10}, unmade_changes={"checkpoint": "no model was called"})
     found = answered(searched(begun, {"as-is, checkpointed 1GiB": {"effective": missed, "ms": 50.0}}))
     row = next(row for row in found.rows if row.checkpoint == "1GiB")
@@ -312,9 +321,9 @@ def test_checkpointing_is_a_dimension_and_must_have_been_applied() -> None:
 # --- several runs at once ------------------------------------------------------------------------------------------------------
 
 
-def of_five() -> TuneState:
+def of_five() -> SearchKnowledge:
     chosen = grid(["fp32", "bf16"], {"batch": ["8", "16"]}, [], [])
-    return TuneState(configurations=tuple(chosen[:5]), steps=20, repeats=2, margin=0.02)
+    return SearchKnowledge(configurations=tuple(chosen[:5]), steps=20, repeats=2, margin=0.02)
 
 
 def test_the_rest_of_the_round_is_expected_once_the_first_run_has_ended() -> None:

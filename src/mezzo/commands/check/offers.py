@@ -1,4 +1,4 @@
-"""The policies worth trying on a device, and why each is tried or left out; whether a script switches mixed precision on by itself."""
+"""The policies worth trying on a device, and why each is tried or left out; the script's own mixed precision is one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _sixteen_bits(here: Device, target: Device) -> list[Offered]:
     return offers
 
 
-# --- Whether a script switches mixed precision on by itself, read from its source without running it ----------------------------
+# --- the script's own mixed precision -------------------------------------------------------------------------------------------
 
 _CALLS = ("autocast", "GradScaler")
 _PRECISION = ("precision", "mixed_precision")

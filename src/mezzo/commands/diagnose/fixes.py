@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mezzo import oplists
-from mezzo.commands.diagnose.where import Caller, applies, written
+from mezzo.commands.diagnose.where import TrainingStyle, applies, written
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM, NARROW
@@ -51,7 +51,7 @@ class Tried(NamedTuple):
     """The verdict on the script with it; None if its process died."""
 
 
-def offered(record: DiagnoseRecord, *, untried: str, caller: Caller) -> DiagnoseRecord:
+def offered(record: DiagnoseRecord, *, untried: str, caller: TrainingStyle) -> DiagnoseRecord:
     """Return ``record`` with the best fix, which was not tried because of ``untried``."""
     offers = offers_for(record)
     if not offers:
@@ -61,7 +61,7 @@ def offered(record: DiagnoseRecord, *, untried: str, caller: Caller) -> Diagnose
     return _with(record, first, caller, {"fix_note": note})
 
 
-def _with(record: DiagnoseRecord, offer: Offer, caller: Caller, tried: dict[str, object]) -> DiagnoseRecord:
+def _with(record: DiagnoseRecord, offer: Offer, caller: TrainingStyle, tried: dict[str, object]) -> DiagnoseRecord:
     """Return ``record`` with a fix as its script writes it."""
     line, where, policy = written(offer, record, _policy(record), caller)
     fix = {"fix": offer.advice, "fix_line": line, "fix_where": where, "fix_policy": policy}
@@ -143,7 +143,7 @@ def next_offer(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> 
     return waiting[0] if waiting and len(tried) < _MAX_TRIALS else None
 
 
-def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int, caller: Caller) -> DiagnoseRecord:
+def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int, caller: TrainingStyle) -> DiagnoseRecord:
     """Return ``record`` with the fix that helped, or with a note on those that did not."""
     for offer, outcome in tried:
         if outcome is not None and helped(outcome, last):
@@ -201,7 +201,7 @@ def _casts_itself(record: DiagnoseRecord) -> bool:
     return bool(record.own_cast) and record.own_cast == record.format
 
 
-def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord, caller: Caller) -> DiagnoseRecord:
+def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord, caller: TrainingStyle) -> DiagnoseRecord:
     count = len(outcome.run.steps)
     how = "with it" if offer.policy is None or str(offer.policy) == record.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"

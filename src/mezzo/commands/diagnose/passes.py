@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from mezzo.commands.diagnose import fixes
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
-from mezzo.commands.diagnose.where import Caller
+from mezzo.commands.diagnose.where import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.frameworks import own_sources
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
@@ -264,12 +264,12 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
 
 # --- Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library ------------
 
-_LIBRARIES: tuple[Caller, ...] = ("lightning", "fabric", "accelerate", "transformers")
+_LIBRARIES: tuple[TrainingStyle, ...] = ("lightning", "fabric", "accelerate", "transformers")
 
 
-def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
+def caller_of(target: str, *, kind: Literal["script", "module"]) -> TrainingStyle:
     """Return what trains in a script and the files next to it."""
-    callers: set[Caller] = set()
+    callers: set[TrainingStyle] = set()
     for source in own_sources(target, kind=kind):
         try:
             script = ScriptFacts(Text(source))
@@ -279,5 +279,5 @@ def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
         callers |= {library for library in _LIBRARIES if trainer is not None and trainer.kind == library}
         callers |= {"session"} if script.uses("mezzo.Session") else set()
         callers |= {"own_amp"} if own_amp.is_there(script) else set()
-    order: tuple[Caller, ...] = (*_LIBRARIES, "session", "own_amp")
+    order: tuple[TrainingStyle, ...] = (*_LIBRARIES, "session", "own_amp")
     return next((caller for caller in order if caller in callers), "loop")

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 from mezzo.commands.diagnose import fixes, words
 from mezzo.commands.diagnose.fixes import Tried
-from mezzo.commands.diagnose.where import Caller
+from mezzo.commands.diagnose.where import TrainingStyle
 from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
 from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
@@ -66,7 +66,7 @@ class ScriptRun:
         return self.settings.steps[-1]
 
 
-def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: Caller = "loop") -> DiagnoseRecord:
+def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "", caller: TrainingStyle = "loop") -> DiagnoseRecord:
     """Return the verdict on a script whose first run left evidence.
 
     Args:

@@ -5,30 +5,30 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from mezzo.frameworks import keras, paddle
-from mezzo.observe.nonfinite.offers import Offer, Place
+from mezzo.observe.nonfinite.offers import LinePlace, Offer
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord
 
-Caller = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
+TrainingStyle = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
 """The code that trains: a loop that calls torch, a loop with a ``mezzo.Session`` or with its own autocast or GradScaler, a library, or a
 function passed to ``mezzo.diagnose``."""
 
 _SESSION = 'mezzo.Session(model, optimizer, policy="{policy}")'
-_IN_CODE: dict[Caller, str] = {
+_IN_CODE: dict[TrainingStyle, str] = {
     "lightning": 'Trainer(plugins=mezzo.compat.lightning.MezzoPrecision("{policy}"))',
     "fabric": 'Fabric(plugins=mezzo.compat.lightning.MezzoFabricPrecision("{policy}"))',
     "accelerate": 'mezzo.compat.accelerate.MezzoAccelerator(policy="{policy}")',
     "transformers": 'mezzo.compat.transformers.MezzoTrainer(..., policy="{policy}")',
 }
 """How to pass a policy to a library that trains."""
-_SCALER: dict[Caller, str] = {
+_SCALER: dict[TrainingStyle, str] = {
     "lightning": "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
     "fabric": "pass it on: Fabric(plugins=MixedPrecision('16-mixed', scaler=scaler))",
     "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which creates the scaler",
     "transformers": "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale={scale}",
 }
 """How to set the initial loss scale of a library's scaler."""
-_BF16: dict[Caller, str] = {
+_BF16: dict[TrainingStyle, str] = {
     "lightning": 'Trainer(precision="bf16-mixed")',
     "fabric": 'Fabric(precision="bf16-mixed")',
     "accelerate": 'Accelerator(mixed_precision="bf16")',
@@ -51,7 +51,7 @@ def applies(offer: Offer, own: Policy | None, library: str) -> bool:
     return library != "keras" or own is None or offer.policy is None or offer.policy.fp32 == own.fp32
 
 
-def written(offer: Offer, record: DiagnoseRecord, own: Policy | None, caller: Caller) -> WrittenFix:
+def written(offer: Offer, record: DiagnoseRecord, own: Policy | None, caller: TrainingStyle) -> WrittenFix:
     """Return a fix as the script of ``record`` writes it.
 
     Args:
@@ -83,7 +83,7 @@ def written(offer: Offer, record: DiagnoseRecord, own: Policy | None, caller: Ca
     return WrittenFix(f"{changes}  # {text}" if changes else text, offer.where or where, policy)
 
 
-def _place(place: Place, scale: float | None, record: DiagnoseRecord, caller: Caller) -> str:
+def _place(place: LinePlace, scale: float | None, record: DiagnoseRecord, caller: TrainingStyle) -> str:
     """Return where a line belongs; empty at the line of the fault."""
     if place == "scaler":
         if caller in _SCALER and scale is not None:
@@ -97,7 +97,7 @@ def _place(place: Place, scale: float | None, record: DiagnoseRecord, caller: Ca
     }.get(place, "")
 
 
-def _of_policy(policy: str, record: DiagnoseRecord, caller: Caller, *, changes: str) -> str:
+def _of_policy(policy: str, record: DiagnoseRecord, caller: TrainingStyle, *, changes: str) -> str:
     """Return how to pass a policy: on the command line, or in code, in Paddle by ``changes``."""
     typed = f"on the command line: --policy {policy}"
     in_session = f"in code: {_SESSION.format(policy=policy)}"

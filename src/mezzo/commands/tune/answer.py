@@ -10,7 +10,7 @@ from typing import Any
 from mezzo.commands.check.answer import FEWEST_STEPS
 from mezzo.commands.compare.judge import compare
 from mezzo.commands.tune.configurations import Configuration
-from mezzo.commands.tune.plan import FINAL, Trial, TuneState, fault, finalists, memory_of, pruned, steps_of
+from mezzo.commands.tune.plan import FINAL, SearchKnowledge, Trial, fault, finalists, memory_of, pruned, steps_of
 from mezzo.commands.tune.speed import speed_of, speed_up
 from mezzo.formats import FP32
 from mezzo.records import AS_IS, Row, RunRecord, TuneDecision, TuneRow
@@ -31,7 +31,7 @@ class BestTrial:
     rows: list[TuneRow]
 
 
-def answered(known: TuneState) -> BestTrial:
+def answered(known: SearchKnowledge) -> BestTrial:
     """Return the answer that follows from all runs so far."""
     first = Trial(known.now, 0)
     if why_not := fault(known, first) if first in known.runs else "it was not run":
@@ -88,7 +88,7 @@ def _why_keep(finals: Sequence[TuneRow]) -> str:
 # --- rows ----------------------------------------------------------------------------------------------------------------------
 
 
-def _row(known: TuneState, configuration: Configuration, **more: Any) -> TuneRow:
+def _row(known: SearchKnowledge, configuration: Configuration, **more: Any) -> TuneRow:
     """Return a row with what the latest round of a configuration measured."""
     last = max((trial.round for trial in known.runs if trial.configuration == configuration), default=0)
     trials = [trial for trial in known.runs if trial.configuration == configuration and trial.round == last]
@@ -113,13 +113,13 @@ def _row(known: TuneState, configuration: Configuration, **more: Any) -> TuneRow
     return TuneRow.model_validate(facts | more)
 
 
-def _inputs(known: TuneState, runs: Sequence[RunRecord]) -> float | None:
+def _inputs(known: SearchKnowledge, runs: Sequence[RunRecord]) -> float | None:
     now = known.runs[Trial(known.now, 0)].input_elements
     mine = next((run.input_elements for run in runs if run.input_elements), None)
     return mine / now if mine and now else None
 
 
-def _other_row(known: TuneState, configuration: Configuration) -> TuneRow:
+def _other_row(known: SearchKnowledge, configuration: Configuration) -> TuneRow:
     """Return the row of a configuration that is not a finalist."""
     trials = [trial for trial in known.runs if trial.configuration == configuration]
     if not trials:
@@ -136,12 +136,12 @@ def _other_row(known: TuneState, configuration: Configuration) -> TuneRow:
     return _row(known, configuration, state="dropped", reason=f"others were faster in round {last.round + 1}")
 
 
-def _repeats(known: TuneState, configuration: Configuration) -> list[float]:
+def _repeats(known: SearchKnowledge, configuration: Configuration) -> list[float]:
     trials = [Trial(configuration, FINAL, repeat) for repeat in range(known.repeats)]
     return [ratio for trial in trials if trial in known.runs and (ratio := known.over_now(trial)) is not None]
 
 
-def _final_row(known: TuneState, configuration: Configuration, *, num_compared: int) -> TuneRow:
+def _final_row(known: SearchKnowledge, configuration: Configuration, *, num_compared: int) -> TuneRow:
     """Return the row of a finalist: its speed over repeats, and how it trains."""
     ratios = _repeats(known, configuration)
     wrong = next((w for t in _final_trials(known, configuration) if (w := fault(known, t))), "")
@@ -157,14 +157,14 @@ def _final_row(known: TuneState, configuration: Configuration, *, num_compared: 
     return _row(known, configuration, state=state, reason=how, verdict=verdict, **interval)
 
 
-def _final_trials(known: TuneState, configuration: Configuration) -> list[Trial]:
+def _final_trials(known: SearchKnowledge, configuration: Configuration) -> list[Trial]:
     return [trial for trial in known.runs if trial.configuration == configuration and trial.round == FINAL]
 
 
 # --- quality -------------------------------------------------------------------------------------------------------------------
 
 
-def _judged(known: TuneState, configuration: Configuration) -> tuple[str | None, str]:
+def _judged(known: SearchKnowledge, configuration: Configuration) -> tuple[str | None, str]:
     """Return how a finalist trains compared with FP32 on the same batches: a verdict, and its reason."""
     baseline = Configuration(policy=FP32.name, settings=configuration.settings)
     theirs = [known.runs[trial] for trial in _final_trials(known, baseline)]

@@ -242,7 +242,7 @@ def _tuning(
     engine: Engine,
 ) -> Tune:
     from mezzo.commands.check.plan import MARGIN
-    from mezzo.commands.tune.plan import TuneState
+    from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
     from mezzo.launch.several.waves import Waves
 
@@ -252,7 +252,7 @@ def _tuning(
         budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
     finished.write()
     budget.say(f"{len(configurations)} configurations, including the script as it is")
-    known = TuneState(
+    known = SearchKnowledge(
         configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
     )
     return Tune(

@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneState:
+class SearchKnowledge:
     """What is known in a search so far."""
 
     configurations: tuple[Configuration, ...]
@@ -89,12 +89,12 @@ class TuneState:
         return mine.over(now, alike=trial.configuration.settings == self.now.settings)
 
 
-def steps_of(known: TuneState, round: int) -> int:
+def steps_of(known: SearchKnowledge, round: int) -> int:
     """Return the number of steps of a round's runs."""
     return known.steps * (TIMES_LONGER if round == FINAL else min(2**round, TIMES_LONGER))
 
 
-def next_trial(known: TuneState) -> Trial | None:
+def next_trial(known: SearchKnowledge) -> Trial | None:
     """Return the next run; None if nothing is left to run, or no time."""
     if known.left_share <= 0:
         return None
@@ -113,7 +113,7 @@ def next_trial(known: TuneState) -> Trial | None:
     return next(_missing_finals(known), None)
 
 
-def expected_trials(known: TuneState) -> Iterator[Trial]:
+def expected_trials(known: SearchKnowledge) -> Iterator[Trial]:
     """Yield the runs of the same round that follow the next one if none fails; none before the first run has ended."""
     like, first = known.runs.get(Trial(known.now, 0)), next_trial(known)
     while like is not None and (trial := next_trial(known)) is not None and first is not None:
@@ -124,7 +124,7 @@ def expected_trials(known: TuneState) -> Iterator[Trial]:
         known = replace(known, runs={**known.runs, trial: like})
 
 
-def rounds(known: TuneState) -> Iterator[list[Configuration]]:
+def rounds(known: SearchKnowledge) -> Iterator[list[Configuration]]:
     """Yield the configurations of each round before the finals, the script as it is now first."""
     remaining, number = [one for one in known.configurations if one not in known.ruled_out], 0
     while number == 0 or len(remaining) > FINALISTS + 1:
@@ -133,14 +133,14 @@ def rounds(known: TuneState) -> Iterator[list[Configuration]]:
         number += 1
 
 
-def finalists(known: TuneState) -> list[Configuration]:
+def finalists(known: SearchKnowledge) -> list[Configuration]:
     """Return the configurations that are repeated, the fastest first."""
     *_, last = enumerate(rounds(known))
     number, remaining = last
     return _survivors(known, remaining, number)[:FINALISTS]
 
 
-def _survivors(known: TuneState, remaining: Sequence[Configuration], number: int) -> list[Configuration]:
+def _survivors(known: SearchKnowledge, remaining: Sequence[Configuration], number: int) -> list[Configuration]:
     """Return the faster half of the configurations in a round, at least as many as there are finalists."""
     speeds: dict[Configuration, float] = {}
     for configuration in remaining:
@@ -156,7 +156,7 @@ def _survivors(known: TuneState, remaining: Sequence[Configuration], number: int
     return ranked[: max(math.ceil(len(remaining) / 2) - 1, FINALISTS)]
 
 
-def quality_baselines(known: TuneState) -> list[Configuration]:
+def quality_baselines(known: SearchKnowledge) -> list[Configuration]:
     """Return the FP32 runs that the finalists are compared with: one for each of their settings."""
     return [
         Configuration(policy=FP32.name, settings=settings)
@@ -164,7 +164,7 @@ def quality_baselines(known: TuneState) -> list[Configuration]:
     ]
 
 
-def _missing_finals(known: TuneState) -> Iterator[Trial]:
+def _missing_finals(known: SearchKnowledge) -> Iterator[Trial]:
     chosen = finalists(known)
     if not chosen:
         return
@@ -180,7 +180,7 @@ def _missing_finals(known: TuneState) -> Iterator[Trial]:
 # --- what bars a configuration -------------------------------------------------------------------------------------------------
 
 
-def fault(known: TuneState, trial: Trial) -> str:
+def fault(known: SearchKnowledge, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run = known.runs[trial]
     if why := short_of_memory(run):
@@ -208,7 +208,7 @@ def memory_of(run: RunRecord) -> int | None:
     return memory.cuda_reserved_bytes or memory.cuda_allocated_bytes or memory.total_bytes
 
 
-def pruned(known: TuneState, configuration: Configuration) -> str:
+def pruned(known: SearchKnowledge, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
     Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
@@ -237,7 +237,7 @@ def _has_no_layout(run: RunRecord) -> bool:
     return "channels_last" in run.effective.unmade_changes and run.error is None
 
 
-def _above_limit(known: TuneState, run: RunRecord) -> str:
+def _above_limit(known: SearchKnowledge, run: RunRecord) -> str:
     """Return that a run needs more memory than a configuration may take; empty if it does not, or was not measured."""
     needed, limit = memory_of(run), known.memory_bytes
     if needed is None or limit is None or needed <= limit:

@@ -11,7 +11,7 @@ from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 TuneDecision: TypeAlias = Literal["use", "keep", "undecided", "failed"]
 """``use``: a configuration is faster. ``keep``: none is, beyond noise. ``undecided``: no time. ``failed``: the script itself fails."""
-TuneState: TypeAlias = Literal["now", "faster", "not faster", "barred", "dropped", "failed", "not run"]
+RowStatus: TypeAlias = Literal["now", "faster", "not faster", "barred", "dropped", "failed", "not run"]
 """``barred``: it may not be the answer. ``dropped``: others were faster in its last round. ``now``: the script as it is."""
 
 
@@ -26,7 +26,7 @@ class TuneRow(Value):
     compiles: bool = False
     checkpoint: str = ""
     """The plan of activation checkpointing, or its budget; empty for none."""
-    state: TuneState
+    state: RowStatus
     reason: str
     out_of_time: bool = False
     """Whether it was not run because the budget ran out."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.commands.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, next_trial, steps_of
+from mezzo.commands.tune.plan import FINAL, SearchKnowledge, Trial, expected_trials, fault, next_trial, steps_of
 from mezzo.commands.tune.speed import speed_of
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
@@ -30,7 +30,7 @@ _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 class Tune:
     """A search in progress: what it knows, and what it has run."""
 
-    known: TuneState
+    known: SearchKnowledge
     budget_s: float
     folder: Path
     finished: Finished
@@ -47,7 +47,7 @@ class Tune:
         self._end_s = time.monotonic() + self.budget_s
         self._first_s = 0.0
 
-    def run(self) -> TuneState:
+    def run(self) -> SearchKnowledge:
         """Run trial after trial of the plan until nothing is left to run or the time is over.
 
         Raises:

@@ -29,8 +29,7 @@ from mezzo.devices import Device, this_device
 from mezzo.engine.casts.autocast_kernels import AutocastRegion, CastRule, CastTable
 from mezzo.engine.casts.half import HALF
 from mezzo.engine.casts.registration import Op, find_op
-from mezzo.engine.matrix_units.emulation import Emulation, emulation
-from mezzo.engine.matrix_units.emulation_fourier import DTYPES, PRIMITIVES, fft
+from mezzo.engine.matrix_units.emulation import DTYPES, PRIMITIVES, Emulation, emulation, fft
 from mezzo.engine.matrix_units.emulation_nodes import general
 from mezzo.engine.matrix_units.refusals import note_bf16, refusal
 from mezzo.explain import Choice

@@ -6,19 +6,21 @@ torch.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from mezzo.errors import RecordError
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.process.command_signals import Stopped, stoppable
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
-from mezzo.launch.runner import substitute_record
+from mezzo.launch.runner import run_alone, substitute_record
 from mezzo.launch.several.side_by_side import Ended, LimitS, output_of, run_label
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 
@@ -187,3 +189,30 @@ class _Runs:
         record = record.model_copy(update={"placement": self._placement(run.attempts)})
         write_record(record, path)
         return record
+
+
+# --- One run on a worker of a cluster: it writes its record to the folder that the command and all workers share. Imports no torch ---
+
+
+def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> str:
+    """Run a request on this machine; return the name of the signal that stopped the run, or an empty text.
+
+    Args:
+        packed: the request as JSON, with a placement.
+        folder: the folder that the command was typed in.
+        output: the file for the script's output.
+        limit_s: seconds after which the script is stopped; None for no limit.
+    """
+    os.chdir(folder)
+    request = Request.of_json(packed)
+    assert request.placement is not None
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    machine = {
+        "host": socket.gethostname(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES") or None,
+        "threads": int(threads) if threads.isdecimal() else None,
+    }
+    request = request.model_copy(update={"placement": request.placement.model_copy(update=machine)})
+    with stoppable() as stop, suppress(Stopped):  # raised by a signal that arrives before the run begins
+        run_alone(request, output=Path(output), limit_s=limit_s)
+    return stop.name

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mezzo.errors import UsageError
 from mezzo.launch.request import Request
-from mezzo.launch.several.cluster_run import run_here
+from mezzo.launch.several.on_cluster import run_here
 from mezzo.launch.several.side_by_side import visible_gpus
 
 ADDRESS, CPUS, GPUS = "address", "num_cpus", "num_gpus"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from mezzo.errors import UsageError
 from mezzo.launch.request import Request
-from mezzo.launch.several.cluster_run import run_here
+from mezzo.launch.several.on_cluster import run_here
 from mezzo.launch.several.resuming import read_object
 from mezzo.launch.several.side_by_side import run_label
 from mezzo.records.files import write_whole

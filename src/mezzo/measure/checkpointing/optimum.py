@@ -267,7 +267,7 @@ class Paths:
 # Only tensors that wait for the backward pass count. Gradients, and the working memory of single operations, come on top in every plan,
 # checkpointed or not.
 
-Choice: TypeAlias = Mapping[str, Keeps]
+Keeping: TypeAlias = Mapping[str, Keeps]
 """What each checkpointed module keeps, by name."""
 
 
@@ -324,7 +324,7 @@ def bytes_of(trace: ForwardTrace, storages: frozenset[int]) -> int:
     return sum(trace.sizes[storage] for storage in storages)
 
 
-def costs_of(trace: ForwardTrace, choice: Choice) -> Costs:
+def costs_of(trace: ForwardTrace, choice: Keeping) -> Costs:
     """Return what ``choice`` costs: a walk along the forward pass. Modules inside a checkpointed one are ignored."""
     kept: frozenset[int] = frozenset()
     copied = peak = flops = moved = position = 0

@@ -10,7 +10,7 @@ from mezzo.observe.limits import NARROW
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 
-Place = Literal["line", "scaler", "forward", "autocast", "step", "batch"]
+LinePlace = Literal["line", "scaler", "forward", "autocast", "step", "batch"]
 """Where a line belongs: at the line of the fault; where a GradScaler is created; in the module's forward; in place of the script's
 autocast; between the backward pass and the update; where a batch is read."""
 
@@ -21,7 +21,7 @@ class ScriptLine(NamedTuple):
     torch: str
     keras: str
     paddle: str
-    place: Place = "line"
+    place: LinePlace = "line"
 
 
 class Offer(NamedTuple):
