@@ -3,6 +3,9 @@
 That is: it sets an attribute, reads a private name, or goes round both with ``setattr`` or ``__dict__``. mypy knows the types, so an
 object of torch or of the user is no false alarm, and another name for the object no way round. Limit: it says nothing about values
 that are annotated with ``Any``.
+
+A value without methods, such as the state of a thread or a finding that is built up, has nothing to protect: files of the folder that
+defines it may set its attributes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mypy.errorcodes import ErrorCode
-from mypy.nodes import CallExpr, Expression, NameExpr, SuperExpr, Var
+from mypy.nodes import CallExpr, Decorator, Expression, NameExpr, SuperExpr, SymbolNode, Var
 from mypy.plugin import AttributeContext, FunctionContext, MethodSigContext, Plugin
 from mypy.types import FunctionLike, Instance, Type, get_proper_type
 
@@ -32,7 +35,7 @@ class Reaches(Plugin):
             base = getattr(ctx.context, "expr", None)
             if name == "__dict__":
                 _report_if_foreign(ctx.api, ctx.context, base, _class_of(ctx.type), name)
-            elif ctx.is_lvalue or _is_private(name):
+            elif _is_private(name) or (ctx.is_lvalue and not _is_value_of_folder(ctx.type, owner, ctx.api)):
                 _report_if_foreign(ctx.api, ctx.context, base, owner, name)
             return ctx.default_attr_type
 
@@ -71,6 +74,18 @@ def _is_private(name: str) -> bool:
 def _class_of(kind: Type) -> str:
     proper = get_proper_type(kind)
     return proper.type.fullname if isinstance(proper, Instance) else ""
+
+
+def _is_value_of_folder(kind: Type, owner: str, api: Any) -> bool:
+    """Return whether an object is of a class without methods, which the folder of the file that is checked defines, or one around it."""
+    proper, folder = get_proper_type(kind), owner.rpartition(".")[0].rpartition(".")[0]
+    if not isinstance(proper, Instance) or not api.tree.fullname.startswith(f"{folder}."):
+        return False
+    ours = [info for info in proper.type.mro if info.fullname.startswith("mezzo.")]
+    named = [(name, symbol.node) for info in ours for name, symbol in info.names.items()]
+    return not any(
+        isinstance(n, (SymbolNode, Decorator)) and not isinstance(n, Var) and name[:2] != "__" for name, n in named
+    )
 
 
 def _report_if_foreign(api: Any, where: Any, base: Expression | None, owner: str, name: str) -> None:

@@ -74,6 +74,10 @@ class FlopCounter(TorchDispatchMode):
         """Operations, products or not, that read or wrote numbers below 32 bits."""
         self._in_region, self._in_step, self._formats = in_region, in_step, OperandFormats(inside=inside)
 
+    def add_lowered(self, count: int) -> None:
+        """Add operations that were counted when their code was compiled."""
+        self.num_lowered += count
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))

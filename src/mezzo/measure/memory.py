@@ -50,13 +50,14 @@ class SavedTensors:
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Start counting; storages of ``parameters`` are not activations."""
         self._parameters = {_storage(p) for p in parameters}
-        inner_memory.counted, self._unseen = True, False
+        inner_memory.begin()
+        self._unseen = False
         self._patch.start()
         self._hooks.__enter__()
 
     def stop(self) -> None:
         """Remove the hooks."""
-        inner_memory.counted = False
+        inner_memory.end()
         self._hooks.__exit__(None, None, None)
         self._patch.stop()
         self._saved, self._inputs, self._later = [], [], []

@@ -165,6 +165,14 @@ class StepRecorder:
         self.reports = Reports()
         """Reports of the latest numbers while the script runs."""
 
+    def measure_no_more(self) -> None:
+        """Add no backward pass to the open step until ``measure_again``."""
+        self.measures = False
+
+    def measure_again(self) -> None:
+        """Add backward passes to the open step again."""
+        self.measures = True
+
     def replacement(self) -> StepRecorder:
         """Return an empty recorder that replaces this one and keeps its reports and device."""
         other = StepRecorder()

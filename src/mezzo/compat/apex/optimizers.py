@@ -105,7 +105,8 @@ class FusedAdam(_Fused, AdamW):
         if not self.adam_w_mode:  # terms added to a gradient are not scaled
             factor = self._factor.to(device)
             pairs = zip(batch.gradients, batch.weights, strict=True)
-            batch.gradients = [(g.float() * factor + decay * w.detach().float()).to(g.dtype) for g, w in pairs]
+            gradients = [(g.float() * factor + decay * w.detach().float()).to(g.dtype) for g, w in pairs]
+            batch = dataclasses.replace(batch, gradients=gradients)
         return batch
 
     def _settings(self, group: dict[str, Any]) -> AdamWSettings:

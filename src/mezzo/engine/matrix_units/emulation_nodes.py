@@ -236,7 +236,21 @@ class Recomputed(torch.autograd.Function):
 class InnerMemory:
     """Whether to count memory that a device keeps inside operations whose emulation keeps only the operands."""
 
-    counted = False
+    def __init__(self) -> None:
+        self._counters = 0
+
+    @property
+    def counted(self) -> bool:
+        """Whether anything counts it now."""
+        return self._counters > 0
+
+    def begin(self) -> None:
+        """Count it, until ``end``."""
+        self._counters += 1
+
+    def end(self) -> None:
+        """Count it no longer, unless something else counts it."""
+        self._counters -= 1
 
 
 inner_memory = InnerMemory()

@@ -35,7 +35,7 @@ from mezzo.devices import has_fp64
 from mezzo.engine import checks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.processes.emulated_world import EmulatedWorld
-from mezzo.engine.processes.exchange import format_of_reduction, refuse_other_formats, refuse_world, use_in_hooks
+from mezzo.engine.processes.exchange import refuse_other_formats, refuse_world, use_in_hooks
 from mezzo.engine.processes.replicas import Replica
 from mezzo.engine.processes.shards import is_shared, local, parts
 from mezzo.engine.window import Window
@@ -181,7 +181,7 @@ class Processes(OneProcess):
         """Exchange gradients in the format that ``policy`` names, during backward passes and between them."""
         use_in_hooks([replica.model for replica in self._replicas], policy)
         for replica in self._replicas:
-            replica.format = format_of_reduction(policy)
+            replica.reduce_in(policy)
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse a value that is not a loss; when the window closes, all processes learn whether the first loss was finite."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.engine.processes.exchange import Exchange
+from mezzo.engine.processes.exchange import Exchange, format_of_reduction
 from mezzo.errors import SessionError
 from mezzo.formats import Format
+from mezzo.policy import Policy
 
 BUCKET_BYTES = 64 * 2**20
 """Size of the buffers in which gradients are averaged outside a backward pass."""
@@ -33,6 +34,10 @@ class Replica:
         self._forward = _ForwardPasses()
         self._learns_graph: bool = model.static_graph
         model.register_forward_pre_hook(self._forward)
+
+    def reduce_in(self, policy: Policy) -> None:
+        """Reduce gradients in the format that ``policy`` names."""
+        self.format = format_of_reduction(policy)
 
     def expect(self, *, exchange: bool) -> None:
         """Set whether the next backward pass averages the gradients."""

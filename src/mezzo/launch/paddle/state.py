@@ -83,7 +83,7 @@ class UpdateSteps(PlainSteps):
 
     def _now(self) -> tuple[float, float]:  # type: ignore[override]
         updated_at, self._updated_at = self._updated_at, None
-        return updated_at or PlainSteps._now()
+        return updated_at or super()._now()
 
     def last_is_finite(self) -> tuple[bool, bool]:
         """Return whether the last step's loss is finite, and whether its gradients' norm is; waits for the device."""
@@ -143,6 +143,18 @@ class PaddleRun:
         """Whether optimizers leave the weights as they are."""
         self.fp32_patterns: tuple[str, ...] = () if policy is None else policy.fp32_modules
         """Name patterns of the layers that stay in FP32."""
+
+    def observe(self, observer: RunListener) -> None:
+        """Notify ``observer`` of the run's events."""
+        self.observer = observer
+
+    def withhold_updates(self) -> None:
+        """Let optimizers leave the weights as they are from now on."""
+        self.withholds_updates = True
+
+    def round_through(self, operand: Callable[[Any], Any], result: Callable[[Any], Any]) -> None:
+        """Round operands and results of operations with these functions, which a tape hears of."""
+        self.round, self.round_result = operand, result
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
 

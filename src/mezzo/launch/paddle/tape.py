@@ -102,14 +102,13 @@ class Listener(Protocol):
 class Tape:
     """The operations that the observed step has run."""
 
-    def __init__(self, run: PaddleRun, listener: Listener) -> None:
-        self._run, self._listener = run, listener
+    def __init__(self, run: PaddleRun, listener: Listener, *, keeps: bool = True) -> None:
+        """Begin with nothing recorded; ``keeps`` says whether the operations are kept, with their tensors."""
+        self._run, self._listener, self.keeps = run, listener, keeps
         self.on = False
         """Whether operations are recorded now."""
         self.everything = False
         """Whether code without gradients is recorded as well."""
-        self.keeps = True
-        """Whether the operations are kept, with their tensors."""
         self.operations: list[TapedOperation] = []
         self.roots: list[Any] = []
         """The layers called from outside any layer, in order of their first call."""
@@ -129,8 +128,17 @@ class Tape:
                 patches.wrap(paddle.Tensor, method, functools.partial(self._around, name))
         patches.wrap(paddle.nn.Layer, "__call__", self._call)
         patches.replace(PyLayer, "apply", _Apply(self))
-        self._run.round = functools.partial(self._round, result=False)
-        self._run.round_result = functools.partial(self._round, result=True)
+        self._run.round_through(
+            functools.partial(self._round, result=False), functools.partial(self._round, result=True)
+        )
+
+    def start(self, *, everything: bool = False) -> None:
+        """Record operations from now on; with ``everything`` also those of code without gradients."""
+        self.on, self.everything = True, everything
+
+    def stop(self) -> None:
+        """Record no more operations."""
+        self.on = self.everything = False
 
     def clear(self) -> None:
         """Discard the operations."""

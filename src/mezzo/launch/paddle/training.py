@@ -78,7 +78,7 @@ def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepOb
     observer = observer_for(settings, run)
     observer.install(patches)
     refuse_static_graphs(observer, patches)
-    run.observer = observer
+    run.observe(observer)
     patches.on_undo(observer.close)
     observer.start()
     return observer

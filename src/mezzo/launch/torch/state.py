@@ -90,7 +90,7 @@ class TorchRun:
         if switch is None or self.phase.own_autocast_on or not trains:
             return False
         switch.turn_on(casting)
-        self.phase.local.end_own_switch()
+        self.phase.local.own_switch = None
         return True
 
     def root_of(self, module: nn.Module, args: Any) -> Root:

@@ -59,7 +59,3 @@ class ThreadState(threading.local):
     """Whether the result of the outermost module keeps its format, because the script's own autocast is on around it."""
     autocasts_off = 0
     """Number of the script's open autocasts that the policy turned off."""
-
-    def end_own_switch(self) -> None:
-        """Note that the script's outermost autocast is over, or is on from now on."""
-        self.own_switch = None

@@ -209,7 +209,7 @@ class _Tracer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Trace what the block runs."""
-        before, inner_memory.counted = inner_memory.counted, True
+        inner_memory.begin()
         try:
             with ExitStack() as stack:
                 for name, module in self.model.named_modules():
@@ -227,7 +227,7 @@ class _Tracer:
                 stack.enter_context(_Operations(self))
                 yield
         finally:
-            inner_memory.counted = before
+            inner_memory.end()
 
     def _running(self) -> str:
         """Return the name of the module that is running."""

@@ -35,7 +35,7 @@ class HalfMasters(MasterWeights):
     def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return ``parameters`` with new masters in place of those in 16 bits."""
         listed = list(parameters)
-        self._master_of.update(HalfMasters(listed)._master_of)
+        self._master_of.update(HalfMasters(listed).pairs())
         return [self._master_of.get(p, p) for p in listed]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

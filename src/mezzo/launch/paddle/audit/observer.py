@@ -44,8 +44,7 @@ class Audit(StepObserver):
 
     def __init__(self, settings: AuditSettings, run: PaddleRun) -> None:
         super().__init__(run, steps=settings.steps)
-        self._tape = Tape(run, self)
-        self._tape.keeps = False
+        self._tape = Tape(run, self, keeps=False)
         self._rows: list[tuple[Any, Audited]] = []
         """The operations of judged steps, each with its layer, whose name is known only at the end."""
         self._casts: list[tuple[Any, CastTotal]] = []
@@ -67,11 +66,12 @@ class Audit(StepObserver):
 
     def begin(self) -> None:
         """Begin to record operations."""
-        self._tape.on = True
+        self._tape.start()
 
     def end(self) -> None:
         """Stop recording, and discard what was not kept."""
-        self._tape.on = self._tape.everything = self._updating = False
+        self._tape.stop()
+        self._updating = False
         self._open_rows, self._open_casts, self._narrow = [], [], {}
 
     def judge(self, norm: Any | None) -> None:
@@ -82,7 +82,8 @@ class Audit(StepObserver):
         """Keep the step's passes; what follows belongs to the update."""
         super().update_begins(norm)
         if self.observing:
-            self._tape.on = self._tape.everything = self._updating = True
+            self._tape.start(everything=True)
+            self._updating = True
 
     def update_ended(self, optimizer: Any) -> None:
         """Keep the update's operations."""

@@ -192,7 +192,7 @@ class Fallback(StepObserver, Listener):
     def __init__(self, settings: FallbackSettings, run: PaddleRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._settings = settings
-        run.withholds_updates = True
+        run.withhold_updates()
         self._tape = Tape(run, self)
         self._calls: dict[int, FirstCall] = {}
         self._gradients: dict[str, Any] = {}
@@ -215,11 +215,12 @@ class Fallback(StepObserver, Listener):
 
     def begin(self) -> None:
         """Record the first step of the reference, to measure layers."""
-        self._tape.on = self._settings.role == "reference" and not self._measured.steps
+        if self._settings.role == "reference" and not self._measured.steps:
+            self._tape.start()
 
     def end(self) -> None:
         """Stop recording."""
-        self._tape.on = False
+        self._tape.stop()
         self._tape.clear()
         self._calls = {}
 

@@ -55,11 +55,11 @@ class NonFinite(StepObserver):
 
     def begin(self) -> None:
         """Begin to record operations."""
-        self._followed.tape.on = True
+        self._followed.tape.start()
 
     def end(self) -> None:
         """Stop recording, and discard the operations."""
-        self._followed.tape.on = False
+        self._followed.tape.stop()
         self._followed.clear()
         self._passes, self._losses = [], []
 

@@ -47,8 +47,7 @@ class Ranges(StepObserver):
         super().__init__(run, steps=settings.steps)
         self._policy = settings.policy
         self._formats = ListedFormats(settings.policy, run)
-        self._tape = Tape(run, self._formats)
-        self._tape.keeps = False
+        self._tape = Tape(run, self._formats, keeps=False)
         self._on = self._updates = False
         self._values, self._swallowed = Tally(), Tally()
         self._lowered: set[Key] = set()
@@ -70,7 +69,8 @@ class Ranges(StepObserver):
 
     def begin(self) -> None:
         """Begin to count."""
-        self._on = self._tape.on = True
+        self._on = True
+        self._tape.start()
 
     def judge(self, norm: Any | None) -> None:
         """Keep the counts of the step's passes; copy the weights before they change."""
@@ -80,7 +80,8 @@ class Ranges(StepObserver):
 
     def end(self) -> None:
         """Stop counting, and discard what was not kept."""
-        self._on = self._tape.on = False
+        self._on = False
+        self._tape.stop()
         self._values.forget()
         self._formats.forget()
         for hook in self._hooks.values():

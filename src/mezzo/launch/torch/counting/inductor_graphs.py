@@ -107,7 +107,7 @@ class InductorGraphs:
         _, counts = self._counts.get(id(graph), (None, _UNKNOWN_GRAPH))
         for operation in counts.operations:
             counter.count(*operation)
-        counter.num_lowered += counts.num_lowered
+        counter.add_lowered(counts.num_lowered)
         self.uncounted |= counts.uncounted
         with _disable_current_modes():
             return original(graph, inputs)

@@ -210,7 +210,7 @@ def _without_table(run: TorchRun, original: Callable[..., Any]) -> Callable[...,
             region.__exit__(None, None, None)
         local = run.phase.local
         if local.own_switch is not None and local.own_switch.regions is regions and not regions:
-            local.end_own_switch()
+            local.own_switch = None
         local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
         if run.listeners.observer is not None and hasattr(self, "_mezzo_entered"):
             run.listeners.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))

@@ -284,6 +284,10 @@ class Loops:
         """Whether a resumed run has not reached its place yet."""
         return self._resumed is not None
 
+    def save_no_more(self) -> None:
+        """Let this loop save no snapshot."""
+        self.can_save = False
+
     def base(self, frame: str) -> bool:
         """Restore the objects of set-up, if it ends here; return whether it does."""
         tree = self._resumed

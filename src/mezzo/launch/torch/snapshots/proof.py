@@ -65,6 +65,11 @@ class Proof:
         except Exception as error:  # of an object of the script: nothing that goes wrong here may reach it
             self._give_up(f"its state cannot be compared: {error}")
 
+    def begin_with(self, written: Path) -> None:
+        """Prove the first snapshot that was written; a later one changes nothing."""
+        if self.written is None:
+            self.written = written
+
     def follow(self) -> None:
         """Start a twin if it is time for it, and judge one that has ended. Called after each update, in the thread of the training."""
         try:

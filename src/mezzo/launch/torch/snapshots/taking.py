@@ -194,7 +194,7 @@ class ScriptSnapshots:
         self._proof, self.taken = None, self.taken.model_copy(update={"proof": proof})
         if proof.verdict == "disproven":
             mark_disproven(self._folder.path, proof)
-            self._loops.can_save = False
+            self._loops.save_no_more()
             print(
                 f"mezzo: no more snapshots: a run that resumed the first one differs in {', '.join(proof.names)}",
                 file=sys.stderr,
@@ -298,8 +298,8 @@ class ScriptSnapshots:
 
     def _written(self, path: Path) -> None:
         """Delete what the new snapshot replaces, or let it be proven if it is the first."""
-        if self._proof is not None and self._proof.written is None:
-            self._proof.written = path
+        if self._proof is not None:
+            self._proof.begin_with(path)
         if self._proof is not None and self._proof.is_running:
             return
         self._folder.prune(_KEEP)

@@ -131,6 +131,15 @@ class OpenUpdate:
         self.forget()
         self.recorder = self.recorder.replacement()
 
+    def begin_closure(self) -> None:
+        """Begin an optimizer's step that calls its closure itself: the backward passes in it belong to this update."""
+        self.in_closure = True
+
+    def end_closure(self) -> None:
+        """End such a step."""
+        self.in_closure = False
+        self.recorder.measure_again()
+
     def take_transformed(self) -> list[Tensor]:
         """Return and forget the losses of ``torch.func``."""
         losses, self.transformed = self.transformed, []

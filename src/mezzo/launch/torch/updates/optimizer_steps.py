@@ -159,7 +159,7 @@ class Updates:
             run.stepping()
             return None
         run.close_update()
-        run.update.in_closure = True
+        run.update.begin_closure()
         repeating = self._until_finite(optimizer, closure)
         rest = tuple(repeating if a is closure else a for a in args)
         run.stepping()
@@ -209,8 +209,7 @@ class Updates:
             return
         if run.update.in_closure:
             run.lint.closure_ended(optimizer)
-        run.update.in_closure = False
-        run.update.recorder.measures = True
+            run.update.end_closure()
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -243,7 +242,7 @@ class Updates:
             if run.update.recorder.measures:
                 record = run.evaluated if loss_infinite else run.updated
                 record(_norm(optimizer))
-                run.update.recorder.measures = False
+                run.update.recorder.measure_no_more()
             return loss
 
         return evaluate
