@@ -46,7 +46,7 @@ class Value(BaseModel):
         extra="forbid",
         ser_json_inf_nan="strings",
         allow_inf_nan=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a command uses one or two of a hundred classes
     )
 
     def model_dump_json(self, **options: Any) -> str:
