@@ -51,7 +51,7 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version secrets temporary library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
+FACTS = "errors version secrets readable as_python temporary library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
@@ -59,6 +59,8 @@ MAY_IMPORT = {
     "secrets": "",
     "temporary": "",
     "library_files": "",
+    "readable": "",
+    "as_python": "",
     "formats": "",
     "devices": "formats",
     "gpus": "errors devices",
@@ -68,14 +70,14 @@ MAY_IMPORT = {
     "policyfields": "errors policy",  # the policy as a type only
     "policy": "errors formats devices oplists policyfields explain",
     "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
-    "records": "errors secrets records",
+    "records": "errors secrets readable records",
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
     "observe": f"{FACTS} engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
-    "report": "errors secrets records report",
+    "report": "errors secrets readable records report",
     "notebook": "temporary records report",
     "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "cli": f"{FACTS} engine measure observe patching launch report cli __init__",
