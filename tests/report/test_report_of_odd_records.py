@@ -22,7 +22,7 @@ from pydantic import ValidationError
 import record_builders as build
 from mezzo.cli import results
 from mezzo.records import AnyRecord
-from mezzo.records.files import _ADAPTER
+from mezzo.records.files import _adapter
 from mezzo.report.html import render_html, write_index
 from mezzo.report.index.entries import entry_of
 from mezzo.report.index.sheet import index_sheet
@@ -94,7 +94,7 @@ def odd_records(folder: Path, first_seed: int, count: int) -> list[tuple[int, An
         draw, seed = random.Random(seed), seed + 1
         data = changed(draw.choice(originals(folder)), draw, draw.choice([0.01, 0.03, 0.1]))
         try:
-            found.append((seed - 1, _ADAPTER.validate_json(json.dumps(data))))
+            found.append((seed - 1, _adapter().validate_json(json.dumps(data))))
         except ValidationError:
             continue
     return found

@@ -25,7 +25,7 @@ from mezzo.cli.progress import shown
 from mezzo.cli.words import resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
 from mezzo.launch.process.command_signals import Stop, stoppable
-from mezzo.records.values import readable
+from mezzo.readable import readable
 from mezzo.secrets import hidden
 from mezzo.version import VERSION
 

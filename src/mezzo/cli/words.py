@@ -14,7 +14,7 @@ import typer
 
 from mezzo.cli.help.renamed import LIKELY
 from mezzo.errors import UsageError
-from mezzo.records.values import readable
+from mezzo.readable import readable
 from mezzo.secrets import hidden
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import importlib.util
 import os
-import runpy
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from mezzo.as_python import run_as_python
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, Training, names_cuda, spec_of, training_in
@@ -223,18 +223,14 @@ while holding the GIL, which that thread needs to release the last all-reduce (t
 def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
         words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
-        sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
-        namespace = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+        sys.argv = [request.stand_in.module, *words]
+        namespace = run_as_python(request.stand_in.module, module=True)
     elif run_file is not None:
         script = _file_of(request)
         sys.path[0] = script.folder
         namespace = run_file(script)
-    elif request.kind == "module":
-        sys.path[0] = os.getcwd()
-        namespace = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(request.target).resolve().parent)
-        namespace = runpy.run_path(request.target, run_name="__main__")
+        namespace = run_as_python(request.target, module=request.kind == "module")
     _NAMESPACES.append(namespace)
 
 

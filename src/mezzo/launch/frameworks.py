@@ -19,29 +19,28 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
-from mezzo.launch.step_limit import StepLimit
-from mezzo.observe.settings import AnySettings
-from mezzo.policy import Policy
-from mezzo.records import (
-    AnyRecord,
-    Bottleneck,
-    Effective,
-    Environment,
-    Finding,
-    Guardrails,
-    Memory,
-    OutOfMemory,
-    Reason,
-    RunRecord,
-    SnapshotsTaken,
-    Steps,
-)
-
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
     from mezzo.launch.patches import Patches
+    from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
+    from mezzo.launch.step_limit import StepLimit
     from mezzo.measure.live import Report
+    from mezzo.observe.settings import AnySettings
+    from mezzo.policy import Policy
+    from mezzo.records import (
+        AnyRecord,
+        Bottleneck,
+        Effective,
+        Environment,
+        Finding,
+        Guardrails,
+        Memory,
+        OutOfMemory,
+        Reason,
+        RunRecord,
+        SnapshotsTaken,
+        Steps,
+    )
 
 Framework = Literal["torch", "keras", "paddle"]
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar, cast
 
@@ -45,7 +46,6 @@ AnyRecord: TypeAlias = (
 
 R = TypeVar("R", bound=AnyRecord)
 Record = Annotated[AnyRecord, Field(discriminator="kind")]
-_ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Record)
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text in JSON."""
 
@@ -93,6 +93,11 @@ def write_whole(text: str, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@cache
+def _adapter() -> TypeAdapter[AnyRecord]:
+    return TypeAdapter(Record)
+
+
 def read_record(path: Path | str) -> AnyRecord:
     """Return the record in the JSON file at ``path``.
 
@@ -109,7 +114,7 @@ def read_record(path: Path | str) -> AnyRecord:
     except ValueError as error:
         raise _not_a_record(path, str(error)) from None
     try:
-        record = _ADAPTER.validate_json(text)
+        record = _adapter().validate_json(text)
     except ValidationError as error:
         _refuse_newer(path, _version_in(text, path))
         first = error.errors()[0]

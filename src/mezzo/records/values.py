@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError
 
+from mezzo.readable import readable
+
 SCHEMA_VERSION = 1
-
-
-def readable(text: str) -> str:
-    """Return a text in which Python has not understood bytes, such as a file's name in a locale without UTF-8, read as UTF-8."""
-    try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    except UnicodeEncodeError:  # half of a character
-        return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def as_path(text: str) -> Path:
-    """Return the path that a ``readable`` text names here.
-
-    Raises:
-        ValueError: it holds half of a character.
-    """
-    return Path(os.fsdecode(text.encode("utf-8", "surrogateescape")))
 
 
 def _readable_in(value: Any) -> Any:
@@ -46,7 +29,7 @@ class Value(BaseModel):
         extra="forbid",
         ser_json_inf_nan="strings",
         allow_inf_nan=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a command uses one or two of a hundred classes
     )
 
     def model_dump_json(self, **options: Any) -> str:

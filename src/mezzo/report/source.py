@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from mezzo.readable import as_path
 from mezzo.records import RunRecord
-from mezzo.records.values import as_path
 from mezzo.report import formatting as fmt
 from mezzo.secrets import hidden_text
 

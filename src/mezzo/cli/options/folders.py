@@ -17,7 +17,7 @@ from typing import Any
 from mezzo.cli.words import replacing, typed
 from mezzo.errors import UsageError
 from mezzo.launch.ranks.launched import attempt
-from mezzo.records.values import readable
+from mezzo.readable import readable
 
 try:
     import fcntl

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import importlib
-import runpy
 import sys
-from pathlib import Path
 
+from mezzo.as_python import run_as_python
 from mezzo.errors import MezzoError, UsageError
 from mezzo.launch.request import WITHOUT_AMP
 from mezzo.launch.targets import Target, check_target
@@ -56,11 +55,7 @@ def main(arguments: list[str]) -> None:
 
         _amp_state.replaced_by_policy = True
     sys.argv = rest
-    if module:
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(rest[0]).resolve().parent)
-        runpy.run_path(rest[0], run_name="__main__")
+    run_as_python(rest[0], module=module)
 
 
 if __name__ == "__main__":

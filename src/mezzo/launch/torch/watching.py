@@ -20,7 +20,7 @@ from mezzo.measure.environment import usable_cores
 from mezzo.measure.watch.host import HostSamples, Waits
 from mezzo.measure.watch.nvml import GpuCounters, open_counters
 from mezzo.measure.watch.rates import DeviceRates, cpu_rates
-from mezzo.measure.watch.verdict import Loader, RunMeasurements, bottleneck
+from mezzo.measure.watch.verdict import Loader, RunMeasurements, bottleneck, too_short
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"
@@ -103,6 +103,7 @@ class Watch:
         operations = self._counted.operations()
         missing += self._missing(effective, has_host=host is not None)
         emulated = effective.emulated
+        no_rates = emulated or not operations or too_short(num_steps, wall_s)
         return bottleneck(
             RunMeasurements(
                 num_steps=num_steps,
@@ -112,7 +113,7 @@ class Watch:
                 idle_share=None if host is None else host.slept,
                 preempted_share=0.0 if host is None else host.preempted,
                 operations=[] if emulated else operations,
-                rates=None if emulated or not operations else self._rates(effective),
+                rates=None if no_rates else self._rates(effective),
                 on_gpu=on_gpu,
                 compiled=self._counted.was_compiled,
                 emulated=emulated,

@@ -79,7 +79,7 @@ class RunMeasurements:
 
 def bottleneck(run: RunMeasurements) -> Bottleneck:
     """Return what holds a run back, and what to change."""
-    if run.num_steps < _MIN_STEPS or run.wall_s < _MIN_S:
+    if too_short(run.num_steps, run.wall_s):
         short = f"too short to tell, {run.num_steps} steps in {run.wall_s:.2g} s after the first tenth"
         return Bottleneck(limit="unknown", sentence=short, gpu=run.gpu, not_measured=run.not_measured)
     shares = shares_of(run)
@@ -97,6 +97,11 @@ def bottleneck(run: RunMeasurements) -> Bottleneck:
         gpu=run.gpu,
         not_measured=run.not_measured,
     )
+
+
+def too_short(num_steps: int, wall_s: float) -> bool:
+    """Return whether so few steps in so little time leave no verdict, so that nothing else has to be measured."""
+    return num_steps < _MIN_STEPS or wall_s < _MIN_S
 
 
 def shares_of(run: RunMeasurements) -> dict[str, float]:

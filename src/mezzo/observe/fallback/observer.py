@@ -35,8 +35,8 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.stopping import StopScript
 from mezzo.observe.tensors import difference, norm
+from mezzo.readable import readable
 from mezzo.records import RunRecord
-from mezzo.records.values import readable
 
 REFERENCE = "reference.pt"
 _COMPILED = "_orig_mod"

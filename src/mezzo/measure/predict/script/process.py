@@ -20,7 +20,6 @@ import importlib
 import io
 import os
 import pickle
-import runpy
 import socket
 import sys
 import traceback
@@ -36,6 +35,7 @@ from unittest.mock import patch
 import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from mezzo.as_python import run_as_python
 from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.library_files import is_library_file
 from mezzo.measure.predict.script.data import SlowData
@@ -68,12 +68,10 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
     files = ScriptFiles(root, file=request.file, numbers=request.numbers, value=changed)
     try:
         with noting_bf16() as refused, script_recorder.watching(), files.watching():
-            if request.as_module:
-                runpy.run_module(request.script, run_name="__main__", alter_sys=True)
-            elif changed is not None and request.file == request.script:
+            if changed is not None and request.file == request.script and not request.as_module:
                 _run_changed(request.script, with_numbers(request.script, request.numbers, changed))
             else:
-                runpy.run_path(request.script, run_name="__main__")
+                run_as_python(request.script, module=request.as_module)
     except RecordingComplete:
         pass
     finally:
