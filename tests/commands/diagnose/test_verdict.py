@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.commands.diagnose.fixes import Tried, next_offer, settled
+from mezzo.commands.diagnose.offers import Offer
 from mezzo.commands.diagnose.record import Origin
 from mezzo.commands.diagnose.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.formats import FORMATS
@@ -24,7 +25,6 @@ from mezzo.observe.nonfinite.evidence import (
     read_evidence,
     write_evidence,
 )
-from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps

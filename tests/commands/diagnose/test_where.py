@@ -6,10 +6,10 @@ import ast
 
 import pytest
 
+from mezzo.commands.diagnose import offers
+from mezzo.commands.diagnose.offers import Offer
 from mezzo.commands.diagnose.where import TrainingStyle, applies, written
 from mezzo.frameworks import keras
-from mezzo.observe.nonfinite import offers
-from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord

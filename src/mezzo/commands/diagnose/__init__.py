@@ -2,5 +2,5 @@
 
 ``passes``      which run comes next, from the evidence of the others
 ``verdict``     the verdict, from the evidence of all runs; ``words``: its sentences
-``fixes``       what helps, for each framework; ``where``: the place to write it
+``offers``      fixes as data, with their lines for each framework; ``fixes``: which to offer; ``where``: the place to write it
 """

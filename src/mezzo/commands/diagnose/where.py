@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from mezzo.commands.diagnose.offers import LinePlace, Offer
 from mezzo.frameworks import keras, paddle
-from mezzo.observe.nonfinite.offers import LinePlace, Offer
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord
 
