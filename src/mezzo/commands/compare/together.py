@@ -10,7 +10,7 @@ from mezzo.commands.compare import page as compare
 from mezzo.records import CompareRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.pages import shared
-from mezzo.report.sections import Headline, Page, Paragraph, Section
+from mezzo.report.sections import FormatShares, Headline, Page, Paragraph, Section
 
 
 def page(records: Sequence[CompareRecord]) -> Page:
@@ -33,21 +33,18 @@ def _section(record: CompareRecord) -> Section:
     device = record.environment.gpu or record.environment.device
     names = (compare.framework_of(record), PurePath(script).name, device)
     table = compare.verdict_grid(record)
-    reasons = [
-        "; ".join(
-            [
-                reason,
-                f"ran in {', '.join(f'{part.text} {part.format}' for part in ran.shares) or 'formats that were not counted'}",
-                *left,
-            ]
-        )
-        for reason, ran in zip(table.reasons, compare.effective_formats(record), strict=True)
-        for left in [[f"{fact.what} {fact.value}: {fact.reason}" for fact in ran.left_alone]]
-    ]
+    ran = compare.effective_formats(record)
+    reasons = [f"{reason}; {_ran_in(formats)}" for reason, formats in zip(table.reasons, ran, strict=True)]
     return Section(
         title=", ".join(fmt.clean(name) for name in names if name),
         blocks=[replace(table, reasons=reasons), Paragraph(text=compare.COLUMNS, faint=True)],
     )
+
+
+def _ran_in(formats: FormatShares) -> str:
+    """Return the formats that really ran, and what could not be switched."""
+    shares = ", ".join(f"{part.text} {part.format}" for part in formats.shares) or "formats that were not counted"
+    return "; ".join([f"ran in {shares}", *(f"{one.what} {one.value}: {one.reason}" for one in formats.left_alone)])
 
 
 def _headline(records: Sequence[CompareRecord]) -> str:
