@@ -41,9 +41,7 @@ def main() -> None:
                 took_s = cpu_s(words, folder)
                 if number:  # the first one fills the disk cache
                     seconds[name].append(took_s)
-    program = (
-        "import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({'torch', 'pydantic'} & {*sys.modules} or ['neither']))"
-    )
+    program = "import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({'torch', 'pydantic'} & {*sys.modules} or ['neither']))"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     loaded = printed.strip().splitlines()[-1]
     of_help = seconds["help"]
