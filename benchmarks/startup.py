@@ -41,7 +41,8 @@ def main() -> None:
                 took_s = cpu_s(words, folder)
                 if number:  # the first one fills the disk cache
                     seconds[name].append(took_s)
-    program = "import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({'torch', 'pydantic'} & {*sys.modules} or ['neither']))"
+    loaded_by_help = "{'torch', 'pydantic'} & {*sys.modules} or ['neither']"
+    program = f"import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({loaded_by_help}))"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     loaded = printed.strip().splitlines()[-1]
     of_help = seconds["help"]
