@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import html
 import json
 import os
@@ -131,7 +132,18 @@ QUESTIONS: dict[str, str] = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sphinx")
-    built = tmp_path_factory.mktemp("site")
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if workers else base
+    built = folder / "site"
+    with (folder / "site.lock").open("w") as lock:  # each build writes docs/reference, so that two workers share one
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (built / "index.html").is_file():
+            _build(built)
+    return built
+
+
+def _build(built: Path) -> None:
     words = ("--fail-on-warning", "--keep-going", "--quiet", "--builder", "html", "--fresh-env", "docs", str(built))
     env = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
@@ -139,7 +151,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "sphinx", *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return built
 
 
 def test_pages_of_commands_and_modules_are_built_and_nothing_is_left_behind(site: Path) -> None:
@@ -164,7 +175,7 @@ def test_search_answers_each_question_within_three_results(site: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_not_scroll_sideways(page: str, site: Path, tmp_path: Path) -> None:
     source = site / f"{page}.html"
-    probed, outer = source.with_name("probed.html"), site / "outer.html"
+    probed, outer = source.with_name(f"probed-{source.name}"), site / f"outer-{source.name}"
     probed.write_text(source.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
     frames = [
         f'<iframe src="{probed.relative_to(site)}" style="width:{width}px;border:0"></iframe>' for width in WIDTHS
