@@ -90,6 +90,10 @@ for step in range(12):
 """
 
 
+WHOLE = {"diagnose": ("--policy", "fp16"), "predict": ("--gpus", "t4")}
+"""Commands on the script that overflows, of which all files are counted."""
+
+
 def walked(source: Path, script: str, *command: str) -> set[str]:
     """Return the files of ``source`` whose functions ran: where ``script`` traces itself, or in all of a command of mezzo on it."""
     with tempfile.TemporaryDirectory() as place:
@@ -110,7 +114,7 @@ def walked(source: Path, script: str, *command: str) -> set[str]:
 
 
 def main(revision: str) -> None:
-    """Print the three ways of a revision."""
+    """Print the three ways of a revision, and how many files whole commands run."""
     with tempfile.TemporaryDirectory() as place:
         archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x", "-C", place], input=archive.stdout, check=True)
@@ -124,6 +128,8 @@ def main(revision: str) -> None:
             "update": walked(source, UPDATE),
             "diagnosis": {name for name in diagnosed if name.endswith(".py")},
         }
+        whole = {name: walked(source, OVERFLOWS, name, *words) for name, words in WHOLE.items()}
+        print("; ".join(f"mezzo {name}: {len(files)} files in all" for name, files in whole.items()))
         for name, files in ways.items():
             print(f"{name}: {len(files)} files\n    " + "\n    ".join(sorted(files)))
 

@@ -118,6 +118,8 @@ class Grid:
     """How many rows the terminal shows."""
     wide: bool = False
     """Whether the table needs all columns of a terminal."""
+    grouped: bool = False
+    """Whether the terminal shows a first cell once for all rows below each other that have it."""
     sortable: bool = True
 
 

@@ -201,8 +201,8 @@ def _table(grid: Grid) -> Table:
         cells = [_cell(one) for one in row]
         first = row[0]
         name = first if isinstance(first, str) else first.text
-        if grid.wide and name == before:
-            cells[0] = Text("")  # the next rows of the same GPU
+        if grid.grouped and name == before:
+            cells[0] = Text("")
         before = name
         table.add_row(*cells)
     if len(grid.rows) > grid.shown:

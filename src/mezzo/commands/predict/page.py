@@ -182,7 +182,7 @@ def _grid(record: PredictRecord) -> Grid:
     numbers = (f"{unit}/s", "10% to 90%", "step", "memory", "largest batch", "over FP32", *cost)
     heads = ("GPU", "policy", *numbers, "bound by")
     rows = [_row(prediction, has_cost=has_cost) for prediction in record.predictions]
-    return Grid(heads=heads, rows=rows, numbers=range(2, len(heads) - 1), whole=(0, 3), wide=True)
+    return Grid(heads=heads, rows=rows, numbers=range(2, len(heads) - 1), whole=(0, 3), wide=True, grouped=True)
 
 
 def _row(prediction: Prediction, *, has_cost: bool) -> tuple[str | Cell, ...]:
@@ -320,7 +320,8 @@ def _traced(predicted: RealGpus) -> str:
 def _real_gpus(predicted: RealGpus) -> Grid:
     unit = fmt.clean(predicted.unit)
     heads = ("GPU", "policy", f"{unit}/s", "10% to 90%", "step", "over FP32", "over TF32", "memory", "largest batch")
-    return Grid(heads=heads, rows=[_real_gpu(one) for one in predicted.predictions], numbers=range(2, len(heads)))
+    rows = [_real_gpu(one) for one in predicted.predictions]
+    return Grid(heads=heads, rows=rows, numbers=range(2, len(heads)), grouped=True)
 
 
 def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
