@@ -2,14 +2,19 @@
 
 Snapshots, captured graphs, guards, micro-batches and checks of the loop take a ``SessionParts``, so they know no more of a session than
 its parts, and ``Session`` itself is imported by none of them.
+
+Counts of a training run: closed windows, skipped updates, the norm of the last gradients. Values computed on the device stay there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +22,15 @@ from torch.optim import Optimizer
 
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.descriptions import host_value, optimizer_text, tensors_text
+from mezzo.engine.gradients import parameters_of
 from mezzo.engine.optimizers.master_weights import NoMasters
-from mezzo.engine.ownership import Ownership
 from mezzo.engine.processes.distributed import OneProcess
-from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import Scale
 from mezzo.engine.schedules import Schedules
+from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
-from mezzo.engine.snapshots.saves import Snapshots
 from mezzo.engine.window import Window
+from mezzo.errors import SessionError
 from mezzo.policy import Policy
 
 Region: TypeAlias = AbstractContextManager[Any]
@@ -147,3 +152,148 @@ def open_window(session: SessionParts) -> None:
     session.state.window.open(session.accumulate, len(session.scales))
     if session.accumulate > 1 or not session.state.progress.windows:  # else every pass exchanges, as the last one did
         session.processes.expect(0)
+
+
+_LIVE: WeakSet[Ownership] = WeakSet()
+_format_of = operator.attrgetter("dtype")
+
+
+class Ownership:
+    """The parameters with which a session was built, which no other session may train, and the models' formats and devices."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Take the parameters over from any session that has them.
+
+        That is an error only if the other session continues to train: rerunning a notebook cell builds its session again.
+        """
+        self.lost = False
+        """Whether another session has the model now."""
+        self._parameters = {p for p in parameters_of(models) if p.requires_grad}  # a frozen part may serve several
+        for other in list(_LIVE):
+            if not self._parameters.isdisjoint(other._parameters):
+                other.lost = True
+        _LIVE.add(self)
+        first = (next((p for p in model.parameters() if p.is_floating_point()), None) for model in models)
+        self._places = [(p, p.device) for p in first if p is not None]
+        """One parameter of each model: moving a model affects all of them."""
+        self._all = parameters_of(models)
+        self._formats = list(map(_format_of, self._all))
+
+    def check_formats(self) -> None:
+        """Refuse a model that was cast or moved since the session was built.
+
+        Raises:
+            SessionError: a model was cast or moved.
+        """
+        if list(map(_format_of, self._all)) != self._formats:  # some 30 ns for each
+            one, before = next((p, f) for p, f in zip(self._all, self._formats, strict=True) if p.dtype is not f)
+            raise SessionError(
+                f"weights of shape {tuple(one.shape)} are {one.dtype}, and were {before} when the session was built",
+                hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+            )
+        for parameter, device in self._places:
+            if parameter.device != device:
+                raise SessionError(
+                    f"the model is on {parameter.device}, and was on {device} when the session was built",
+                    hint="move the model first, then build optimizer and session",
+                )
+
+
+class Progress:
+    """The counts of one session, and whether its loss scale is stuck at the floor."""
+
+    def __init__(self, device: torch.device, *, several: bool) -> None:
+        """Begin at zero.
+
+        Args:
+            device: the session's device.
+            several: whether several processes train, which must notice a stuck scale at the same update.
+        """
+        self.windows = 0
+        """Updates, skipped ones included."""
+        self.skips = torch.zeros((), device=device)
+        self.last: tuple[Tensor, Tensor | None] = torch.full((), math.nan, device=device), None
+        """The norm of the last gradients as they were, and the factor that unscales and averages them (None for 1)."""
+        self.floor = FloorWatch(device, several=several)
+
+    @property
+    def norm(self) -> Tensor:
+        """The norm of the last update's gradients, unscaled and before clipping; multiplied only if a loop reads it."""
+        norm, factor = self.last
+        if factor is not None:
+            norm = norm * factor
+            self.last = norm, None
+        return norm
+
+    def measured(self, norm: Tensor) -> None:
+        """Note the norm of the update's gradients, unscaled and before clipping."""
+        self.last = norm, None
+
+    def restore(self, *, updates: int, skipped: int) -> None:
+        """Continue after so many updates that were made and skipped."""
+        self.windows = updates + skipped
+        self.skips.fill_(skipped)
+
+    def in_place(self) -> Iterable[Tensor]:
+        """Return the tensors that an update changes in place."""
+        return self.skips, *self.floor.in_place()
+
+
+# --- Notice without waiting that the loss scale is stuck at its floor -----------------------------------------------------------
+
+# A flag on the device is set when gradients overflow at the floor. It is copied to the host without waiting, and the host
+# reads the last copy that arrived: on a GPU perhaps an update or two late, which does no harm, since a scale at its floor
+# stays there.
+#
+# Several processes must see the flag at the same update: otherwise one would raise and the others wait for it forever. So with
+# several, it is copied only at every 64th update and read 32 updates later, when it has long arrived.
+
+SEVERAL_EVERY = 64
+"""Updates between two reads if several processes must see the same flag."""
+
+
+class FloorWatch:
+    """A flag on the device, and its last known value on the host."""
+
+    def __init__(self, device: torch.device, *, several: bool = False) -> None:
+        """Begin with the flag cleared.
+
+        Args:
+            device: the flag's device.
+            several: whether several processes must see it at the same update. On a CPU they always do.
+        """
+        self._every, self._updates = (SEVERAL_EVERY if several and device.type != "cpu" else 1), 0
+        self._sent = torch.cuda.Event() if self._every > 1 and device.type == "cuda" else None
+        self._stuck = torch.zeros((), device=device)
+        pinned = torch.zeros((), pin_memory=device.type == "cuda")
+        self._arrived, self._value = pinned, pinned.numpy()
+
+    def note(self, flags: Iterable[tuple[Scale, Tensor]]) -> None:
+        """Set the flag if a scale is at its floor and its update overflowed."""
+        for scale, found_inf in flags:
+            self._stuck += found_inf * scale.floor_flag()
+        self._updates += 1
+        if self._updates % self._every == 0:
+            # On devices other than CUDA nothing reports when an asynchronous copy has arrived.
+            self._arrived.copy_(self._stuck, non_blocking=self._stuck.is_cuda)
+            if self._sent is not None:
+                self._sent.record(torch.cuda.current_stream(self._stuck.device))
+
+    def in_place(self) -> Iterable[Tensor]:
+        """Return the tensors that an update changes in place."""
+        return self._stuck, self._arrived
+
+    def reached(self) -> bool:
+        """Return whether the flag was set in the copy that has arrived.
+
+        Clear the flag, so that a caller who continues is warned only of a new overflow.
+        """
+        if self._updates % self._every != self._every // 2:
+            return False
+        if self._sent is not None:
+            self._sent.synchronize()  # copied 32 updates ago: finished, unless the host runs that far ahead
+        if not self._value > 0:
+            return False
+        self._stuck.zero_()
+        self._arrived.zero_()
+        return True

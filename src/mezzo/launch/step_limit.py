@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 
 _AFTER_FIRST = 0.1
 """Share of the limit granted after the first step, however long that took: it may be mostly compilation, with short steps to follow."""

@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import ScriptFacts, StepCall
-from mezzo.patching.text import Editor, first_line
+from mezzo.patching.text import Editor, first_line, unclear
 from mezzo.patching.tree import arguments_of, keyword_of
 
 _DEPTH = 4

@@ -36,8 +36,7 @@ from mezzo.engine import checks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.processes.emulated_world import EmulatedWorld
 from mezzo.engine.processes.exchange import refuse_other_formats, refuse_world, use_in_hooks
-from mezzo.engine.processes.replicas import Replica
-from mezzo.engine.processes.shards import is_shared, local, parts
+from mezzo.engine.processes.shards import Replica, is_shared, local, parts
 from mezzo.engine.window import Window
 from mezzo.errors import SessionError
 from mezzo.explain import Choice

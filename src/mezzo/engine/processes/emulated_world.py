@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.engine.processes.exchange import LossScale, as_wide, averaged, divisors, format_of_reduction, no_scale
-from mezzo.engine.processes.replicas import buckets
-from mezzo.engine.processes.shards import local
+from mezzo.engine.processes.shards import buckets, local
 from mezzo.formats import FP16, FP32, Format
 from mezzo.policy import Policy
 

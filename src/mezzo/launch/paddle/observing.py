@@ -15,7 +15,7 @@ import paddle
 from mezzo.errors import ScriptError
 from mezzo.launch.paddle.state import PaddleRun, RunListener
 from mezzo.launch.patches import Patches
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import AnyRecord, RunRecord
 
 

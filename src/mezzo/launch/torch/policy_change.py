@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.engine.guardrails.remedies import SaferPolicy, policy_note, safer_policy, unchanged_policy
+from mezzo.engine.session_guard import SaferPolicy, policy_note, safer_policy, unchanged_policy
 from mezzo.launch.torch.restoring import find_premade
 from mezzo.launch.torch.state import TorchRun
 from mezzo.records import AlarmKind

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP32
-from mezzo.observe.audit.causes import lowers
-from mezzo.observe.audit.eligibility import copied_bytes
+from mezzo.observe.audit.causes import copied_bytes, lowers
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
-from mezzo.observe.limits import MOST_LISTED, NARROW, WIDE
+from mezzo.observe.settings import MOST_LISTED, NARROW, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01

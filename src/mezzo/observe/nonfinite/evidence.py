@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from mezzo.formats import FORMATS
-from mezzo.observe.limits import FADED
+from mezzo.observe.settings import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 

@@ -39,9 +39,8 @@ from mezzo.observe.nonfinite.evidence import (
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import ObservedRun, Observer, Update
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, own_line
-from mezzo.observe.stopping import StopScript
 from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
 

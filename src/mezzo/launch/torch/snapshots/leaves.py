@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engine.snapshots.kinds import VALUE_KINDS, VALUES, make_scalar, scalar_parts
-from mezzo.engine.snapshots.memory import dtype_text, numpy_dtype
+from mezzo.engine.snapshots.kinds import VALUE_KINDS, VALUES, dtype_text, make_scalar, numpy_dtype, scalar_parts
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.rewriting import codes_in
 from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo.engine.snapshots.choosing import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded
-from mezzo.engine.snapshots.folder import saved_in
+from mezzo.engine.snapshots.folder import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded, saved_in
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
 from mezzo.launch.request_parts import SnapshotRequest

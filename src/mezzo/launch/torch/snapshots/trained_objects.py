@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.guardrails.remedies import apply_remedy, newest_good
 from mezzo.engine.processes.agreement import Agreement
+from mezzo.engine.session_guard import apply_remedy, newest_good
 from mezzo.engine.snapshots.contents import keep_formats
-from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
+from mezzo.engine.snapshots.structure import placed, placed_model, placed_optimizer
 from mezzo.launch.torch.policy_change import fall_back
 from mezzo.launch.torch.state import TorchRun
 from mezzo.records import Alarm, Rewind

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.gradients import trained_leaves
-from mezzo.engine.snapshots.randomness import random_states
+from mezzo.engine.randomness import random_states
 from mezzo.launch.torch.counting.weights_digest import digest
 from mezzo.measure.state_trace import Moment, ObjectState, OptimizerState
 

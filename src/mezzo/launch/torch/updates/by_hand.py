@@ -17,7 +17,7 @@ from mezzo.launch.torch.listeners import Listeners
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.launch.torch.updates.open_update import OpenUpdate
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 
 _BY_HAND = "update by hand"
 _MAX_TRIALS = 100
