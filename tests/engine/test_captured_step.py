@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine import arguments, captured_step, session
 from mezzo.engine.optimizers import one_pass
-from mezzo.engine.schedules import Schedules
+from mezzo.engine.state import Schedules
 from tape import Kernel, TapeGraphs, refuse_an_old_interpreter, refuse_in_a_capture
 
 INF = float("inf")

@@ -14,11 +14,10 @@ from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.matrix_units import fp8_torchao
 from mezzo.engine.matrix_units.fp32_products import set_fp32_products
 from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
-from mezzo.engine.optimizers.one_pass import OnePass, have_hooks, step_is_own
+from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own
 from mezzo.engine.processes import shards
 from mezzo.errors import SessionError
 from mezzo.explain import Choice

@@ -32,8 +32,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.engine.arguments import ONE_PASS
 from mezzo.engine.gradients import all_parameters
-from mezzo.engine.kernels.choice import choose
-from mezzo.engine.optimizers.one_pass import OnePass, have_hooks
+from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks
 from mezzo.engine.state import Region, SessionParts, open_window
 from mezzo.error_texts import capture_advice
 from mezzo.errors import MezzoError, SessionError
@@ -301,8 +300,6 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
     return kernels
 
 
-# --- CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with a hint ------------------------------
-
 # A session has one stream for its rehearsals and captures, on its own device. Rehearsing on the capture's stream leaves autograd's
 # nodes there. torch creates its default capture stream once per process, on the device of the first capture: a second session on another
 # GPU would capture nothing.
@@ -314,7 +311,6 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
 #
 # ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
 # second hides the first and leaves the capture's stream current. ``CudaGraphs.capture`` restores the stream and raises the first error.
-
 _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
 
 

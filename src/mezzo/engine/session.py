@@ -51,12 +51,11 @@ from mezzo.engine.micro_batches import MicroBatch, MicroBatches, TrainingCalls
 from mezzo.engine.optimizers.one_pass import OnePass, norm_by_kernels
 from mezzo.engine.processes.distributed import processes_for
 from mezzo.engine.scaling import scale_for
-from mezzo.engine.schedules import Schedules
 from mezzo.engine.session_guard import SessionGuard
 from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable
-from mezzo.engine.state import NoWatch, Ownership, Progress, SessionState, open_window
+from mezzo.engine.state import NoWatch, Ownership, Progress, Schedules, SessionState, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy

@@ -155,15 +155,12 @@ def _slower(
     )
 
 
-# --- fallback policies -----------------------------------------------------------------------------------------------------------
-
 # The policy to continue under if a smaller learning rate or another loss scale did not help: the next safer one, for the whole model.
 #
 #     FP16 whose gradients left its range    BF16, which has FP32's range, unless the device would have to emulate it; then FP32
 #     any other alarm, and BF16              FP32
 #
 # The guard does not know which modules left the format: once one gradient overflows, so do all before it. ``mezzo fallback`` finds them.
-
 OF_RANGE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero", "loss not finite")
 """Alarms that gradients or activations beyond the range of FP16 cause."""
 _WITH_MORE_RANGE = {"fp16": "bf16", "fp16-master": "bf16-master"}
@@ -209,9 +206,6 @@ def _wider(policy: Policy, device_type: str) -> Policy | None:
     except MezzoError:  # the device has no BF16, or a field belongs to FP16
         return None
     return None if slower else wider
-
-
-# --- Find the newest snapshot from before a training run went wrong: saved before the evidence began, and with finite weights ---
 
 
 def newest_good(
@@ -396,11 +390,8 @@ def _text(alarm: Alarm) -> str:
     return f"{alarm.kind}, update {alarm.step}: {alarm.evidence}"
 
 
-# --- Copy the numbers of a training run to the host, which never waits for them -------------------------------------------------
-
 # On a CPU they are available at once. On a CUDA device a buffer collects 32 updates; it is copied to pinned memory, and read after an event
 # shows that the copy has arrived. Other devices have no such event, so nothing is copied.
-
 _ROWS = 32
 
 Row = tuple[int, tuple[float | None, ...]]

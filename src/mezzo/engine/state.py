@@ -2,8 +2,6 @@
 
 Snapshots, captured graphs, guards, micro-batches and checks of the loop take a ``SessionParts``, so they know no more of a session than
 its parts, and ``Session`` itself is imported by none of them.
-
-Counts of a training run: closed windows, skipped updates, the norm of the last gradients. Values computed on the device stay there.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.engine.casts.casting import Casting
+from mezzo.engine.checks import warn
 from mezzo.engine.descriptions import host_value, optimizer_text, tensors_text
 from mezzo.engine.gradients import parameters_of
 from mezzo.engine.optimizers.master_weights import NoMasters
 from mezzo.engine.processes.distributed import OneProcess
 from mezzo.engine.scaling import Scale
-from mezzo.engine.schedules import Schedules
 from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.window import Window
@@ -239,15 +237,12 @@ class Progress:
         return self.skips, *self.floor.in_place()
 
 
-# --- Notice without waiting that the loss scale is stuck at its floor -----------------------------------------------------------
-
 # A flag on the device is set when gradients overflow at the floor. It is copied to the host without waiting, and the host
 # reads the last copy that arrived: on a GPU perhaps an update or two late, which does no harm, since a scale at its floor
 # stays there.
 #
 # Several processes must see the flag at the same update: otherwise one would raise and the others wait for it forever. So with
 # several, it is copied only at every 64th update and read 32 updates later, when it has long arrived.
-
 SEVERAL_EVERY = 64
 """Updates between two reads if several processes must see the same flag."""
 
@@ -297,3 +292,82 @@ class FloorWatch:
         self._stuck.zero_()
         self._arrived.zero_()
         return True
+
+
+class Schedules:
+    """Learning rate schedulers that step after updates of their optimizers, and not after skipped ones.
+
+    Only the device knows whether an update was skipped. On a CPU reading the flag costs nothing. On other devices the flag is copied to
+    the host when the update is enqueued, and the schedulers step at the start of the next update, when it has long arrived: each
+    update has the right learning rate, and ``scheduler.get_last_lr()`` shows the last update's until the next begins. The host
+    waits only if it runs a whole update ahead of the device.
+    """
+
+    def __init__(self, schedulers: Sequence[Any], device: torch.device) -> None:
+        self._schedulers = schedulers
+        self._device = device
+        self._flag = torch.zeros((), pin_memory=device.type == "cuda")
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._pending: list[Any] | None = None
+        """The optimizers of an update of which the host does not know yet whether it was skipped."""
+        self._counts: dict[int, int] = {}
+        """Each scheduler's number of steps after the session last stepped it, by id."""
+        self._stepped_elsewhere = 0
+        """How many updates in a row came after other code had stepped a scheduler."""
+        self._warned = False
+        self._rates: tuple[int, list[float]] = (-2, [])
+        """The window of the last update that was skipped, and its learning rates."""
+
+    def follow(self, optimizers: list[Any], skipped: Tensor | bool) -> None:
+        """Register an update of ``optimizers``; ``skipped`` is above 0 if it was skipped."""
+        if isinstance(skipped, bool) or self._device.type == "cpu":
+            self._step(optimizers, skipped=bool(skipped))
+            return
+        # Only CUDA has an event to wait for: on other devices an asynchronous copy might be read too early.
+        self._flag.copy_(skipped, non_blocking=self._sent is not None)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self._device))
+        self._pending = optimizers
+
+    def settle(self) -> None:
+        """Step the schedulers for the last update, if that is still pending."""
+        if self._pending is None:
+            return
+        if self._sent is not None:
+            self._sent.synchronize()
+        optimizers, self._pending = self._pending, None
+        self._step(optimizers, skipped=bool(self._flag))
+
+    def _step(self, optimizers: list[Any], *, skipped: bool) -> None:
+        self._check()
+        for scheduler in self._schedulers:
+            if not skipped and getattr(scheduler, "optimizer", optimizers[0]) in optimizers:
+                scheduler.step()
+        self._counts = {id(scheduler): _count(scheduler) for scheduler in self._schedulers}
+
+    def _check(self) -> None:
+        """Warn of schedulers that the script also steps; loading a state moves one as well, but only once."""
+        moved = [s for s in self._schedulers if _count(s) > self._counts.get(id(s), math.inf)]
+        self._stepped_elsewhere = self._stepped_elsewhere + 1 if moved else 0
+        if self._stepped_elsewhere == 2:
+            warn(
+                f"{type(moved[0]).__name__} is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), "
+                "or leave scheduler= out of Session(...)"
+            )
+
+    def skipped(self, optimizers: list[Any], *, window: int) -> None:
+        """Warn of a learning rate that changes between two skipped updates: the script steps a scheduler itself."""
+        before = self._rates
+        rates = [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
+        moved = before[0] == window - 1 and before[1] != rates and len(before[1]) == len(rates)
+        if moved and not self._warned:
+            self._warned = True
+            warn(
+                "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it "
+                "as Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()"
+            )
+        self._rates = window, rates
+
+
+def _count(scheduler: Any) -> int:
+    return int(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0)))

@@ -12,8 +12,6 @@ from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.text import unclear
 from mezzo.patching.tree import bound_within, calls_in, flat, keyword_of
 
-# --- loops of the script's own, and optimizers that scale the loss --------------------------------------------------------------
-
 SCALER = r".*\.LossScaleOptimizer"
 _STATELESS = r".*\.(stateless_apply|stateless_call)"
 _OPTIMIZER = r".*\boptimizers\.(\w+\.)*(?!schedules)[A-Z]\w*"
@@ -169,8 +167,6 @@ def _optimizer(call: ast.Call) -> list[ast.expr]:
     argument = keyword_of(call, "optimizer")
     return [] if argument is None else [argument]
 
-
-# --- the global dtype policy ------------------------------------------------------------------------------------------------------
 
 _PATCHED = ("fp16", "bf16")
 _SETS_POLICY = r".*\.(set_global_policy|set_dtype_policy)"

@@ -152,8 +152,6 @@ def _name(path: Path) -> str:
     return (absolute.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
 
 
-# --- The file next to a script that contains its training loop, if the script itself has none -----------------------------------
-
 _MOST_FILES = 100
 
 

@@ -250,9 +250,6 @@ def indentation(script: ScriptFacts, stmt: ast.stmt) -> str:
     return "    "
 
 
-# --- Where to put the calls around an optimizer's update: before gradients are read, and once after the last update -------------
-
-
 @dataclass(frozen=True)
 class Read:
     """A statement that reads gradients before an update, so that they must be unscaled first."""

@@ -124,8 +124,6 @@ def unified(source: str, patched: str, name: str) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-# --- Edits of a file's text by position, so that everything between them stays byte for byte the same ---------------------------
-
 _AFTER, _BEFORE, _INDENT, _INLINE = range(4)
 """Order of insertions at one offset: what follows the previous statement, then what precedes this one, then its indentation."""
 

@@ -114,10 +114,7 @@ class _TorchScaler(Scaler):
         return f"{scaler}.get_scale()"
 
 
-# --- Binary cross entropy on probabilities, which CUDA's autocast refuses: such a loss stays outside autocast, on FP32 inputs ---
-
 # Probabilities near 0 and 1 have no 16-bit neighbours, so torch demands the loss on logits instead; but a patch does not change the model.
-
 _CLASS, _FUNCTION = "torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy"
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine.kernels import cpu, fused, reference, storage
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.storage import as_fp32, mix, round_to_bf16, split, stored_as, streams, zero_moment
+from mezzo.engine.optimizers.one_pass import choose
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EVERY_NOISE = torch.arange(65536)

@@ -65,8 +65,6 @@ def stored_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
     return stored if kind == "8bit" else stored.as_strided(values.shape, values.stride())
 
 
-# --- Moments in 8 bits: three mantissa bits, an exponent relative to that of the largest in a block of 128 ----------------------
-
 # A code byte of the first moment has a sign, four bits of exponent and three of mantissa; one of the second, which has no sign, five
 # and three. Code 0 is 0; there are no subnormal numbers. The block's largest has exponent 15 (31), so numbers down to 2**-14
 # (2**-30) of it keep three bits. Smaller ones are rounded at random to 0 or the smallest in the first moment, correct on
@@ -79,7 +77,6 @@ def stored_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
 # FP32's encoding; 255 means that the block had a value that is not finite, and unpacks to NaN. Bytes per parameter: 1 + 1/128.
 # Block-wise scales for 8-bit moments are from Dettmers et al. (arXiv:2110.02861), who use a code book and
 # round to nearest; a small float needs no table, which suits vector units.
-
 BLOCK = 128
 SIGNED_TOP, UNSIGNED_TOP = 15, 31
 """The exponent code of a block's largest, for first and second moments."""
@@ -212,14 +209,10 @@ def refuse_gaps(parameter: Tensor) -> None:
         )
 
 
-# --- FP32 masters as a BF16 weight and its 16 low bits: bit-exact, and 2 bytes per parameter less -------------------------------
-
 # The BF16 weight is the FP32 master rounded to nearest, ties away from zero: its bits are the master's upper 16, plus
 # one if the top low bit is set. So the low bits show whether to subtract it again. Only ties differ from
 # torch's rounding (to even): about 6 in a million values. The idea is Split-SGD's (Intel Extension for PyTorch);
 # TransformerEngine calls the low bits "param remainders".
-
-
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return an FP32 tensor as its BF16 weight and int16 low bits."""
     bits = master.view(torch.int32)

@@ -10,8 +10,11 @@ hooks, the host reads whether the update is made, unscales the gradients and cal
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +23,8 @@ from torch.optim import optimizer as torchs
 
 from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
+from mezzo.engine.kernels import cpu, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.storage import (
     KINDS,
     SIGNED,
@@ -383,3 +386,28 @@ def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[l
         yield list(deferred.values())
     finally:
         hooks.update(deferred)
+
+
+_FUSED_DEVICES = ("mps", "xpu")
+
+
+@functools.cache
+def choose(device_type: str) -> tuple[ModuleType, str]:
+    """Return the module with the kernels for torch's device type, and why."""
+    if device_type == "cpu":
+        library, reason = cpu.library()
+        return (cpu, reason) if library is not None else (fused, f"torch's fused kernels: {reason}")
+    if device_type == "cuda":
+        return _triton()
+    if device_type in _FUSED_DEVICES:
+        return fused, f"torch's fused kernels, with clipping and scale in grad_scale: Mezzo has none for {device_type}"
+    return reference, f"plain torch operations: no fused kernels for {device_type}"
+
+
+def _triton() -> tuple[ModuleType, str]:
+    try:
+        kernels = importlib.import_module("mezzo.engine.kernels.gpu")
+        kernels.try_out(torch.device("cuda"))  # a Triton that cannot compile fails here, not in the first update
+    except Exception as error:  # its compiler may raise anything
+        return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
+    return kernels, "Triton kernels, one launch per group"

@@ -132,10 +132,7 @@ def is_wide(operation: TracedOperation) -> bool:
     return operation.product is not None and operation.format in WIDE
 
 
-# --- Why a product in a Keras layer ran in FP32, and the fixes of findings in Keras. Imports no Keras ---------------------------
-
 # A Keras layer computes in the format of its dtype policy and does its own casts; PyTorch's autocast plays no part.
-
 _WIDE = (FORMATS["fp32"].dtype_name, FORMATS["fp64"].dtype_name)
 
 FIXES = {

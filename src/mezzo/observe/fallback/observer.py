@@ -256,14 +256,11 @@ def _plain(gradient: Any, *, scale: float) -> Tensor:
     return dense.float() if scale == 1.0 else dense.float() / scale
 
 
-# --- Find the first matrix product of a step that loses its digits in lower precision: rounding changes how its rows differ -----
-
 # An error relative to the values themselves does not show it: positions of 65536, 65537, 65538 are all 65536 in BF16, off by less than a
 # hundred-thousandth, and equal. So the error is compared with the differences along each dimension.
 #
 # Limits: products in FP32, in the first forward pass and in the thread that starts the script. Other operations follow the format of
 # their operands.
-
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution"))
 _LOST = 0.5
 """A product is reported if rounding changes its differences by at least this share of them."""

@@ -103,11 +103,7 @@ def _vanishes(value: float, form: Format) -> bool:
     return not torch.tensor(value, dtype=form.dtype).item()
 
 
-# --- Check whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped ---------------------
-
 # A fused optimizer skips by itself, and only the device knows whether it did: these flags are read once, at the end, up to ``MAX_FLAGS``.
-
-
 def _after_skip(scheduler: str) -> str:
     return f"{scheduler}.step() after an update that the GradScaler skipped"
 

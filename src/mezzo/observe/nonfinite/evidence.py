@@ -24,8 +24,6 @@ the format, for which torch raises an error; ``vanished``: too small for the for
 _MAX_SOURCES = 6
 """Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
 
-# --- what is written -------------------------------------------------------------------------------------------------------------
-
 
 class LostValues(Value):
     """One operation at which values stopped being finite, or became zero."""
@@ -159,9 +157,6 @@ class Evidence(Value):
     harmless: list[Harmless] = []
     raised: LostValues | None = None
     """The operation that raised an error, of kind ``raised``, if that ended the run."""
-
-
-# --- what is found while the script runs -----------------------------------------------------------------------------------------
 
 
 class ModelNames(Protocol):
@@ -305,9 +300,6 @@ class GradientErrors:
             loss_error=max((loss.error for loss in losses), default=None),
             zeros=self.zeros if below else 0.0,
         )
-
-
-# --- files -----------------------------------------------------------------------------------------------------------------------
 
 
 def write_evidence(evidence: Evidence, path: str) -> None:

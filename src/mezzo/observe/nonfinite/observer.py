@@ -403,8 +403,6 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
     )
 
 
-# --- Where an error that ended a script was raised, by its traceback: also where no operation runs, as in torch's checks of arguments ---
-
 _CALLS = ("_wrapped_call_impl", "_call_impl", "forward", "__call__", "inner")
 """Functions of torch through which a module is called."""
 _BACKWARD = "_engine_run_backward"

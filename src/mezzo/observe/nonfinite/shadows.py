@@ -229,9 +229,6 @@ def _sources(pieces: Iterable[_Piece[T]]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(source for piece in pieces for source in piece.sources))
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------------------
-
-
 def measure_errors(
     index: int, weights: Iterable[Tensor], shadows: Mapping[RangeEnd, Shadows[Source]]
 ) -> GradientErrors:
@@ -296,9 +293,6 @@ def tolerance(sources: Iterable[Source]) -> float:
     return max(
         (ROUNDOFFS * max(FORMATS[s.format].eps, FP16.eps) / 2 for s in sources if s.format in FORMATS), default=0.0
     )
-
-
-# --- elements --------------------------------------------------------------------------------------------------------------------
 
 
 def rounded(wide: Tensor, dtype: torch.dtype, end: RangeEnd) -> Tensor:

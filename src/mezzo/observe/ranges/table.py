@@ -199,9 +199,6 @@ def _kept(kind: RangeKind, name: str, policy: Policy, values: ObservedValues) ->
     return any(fnmatchcase(module, pattern) for module in modules if module for pattern in policy.fp32_modules)
 
 
-# --- notes ----------------------------------------------------------------------------------------------------------------
-
-
 def _notes(record: RangesRecord, policy: Policy, target: Format, values: ObservedValues) -> list[Reason]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
     if values.forced_eager:
@@ -263,9 +260,6 @@ def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iter
             f"the window begins at 2^{window.lowest}; pass {policy.name}:init_scale={2.0 ** (window.suggested or 0):g}"
         )
         yield Reason(what="policy's loss scale", value=f"{scale:g} is too small", reason=why)
-
-
-# --- Counted values in a file, so that the counts of all processes of a run can be added up. Imports no torch -------------------
 
 
 def write_values(values: ObservedValues, path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers_engine import batches, mlp
 from mezzo import Session, SessionError
-from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.formats import FORMATS
 from mezzo.policy import Policy
 
