@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.fp8_torchao import SizeFault, fault_of_sizes
+from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibration.calibrate import Calibration
 from mezzo.measure.predict.calibration.rates import MachineRates
@@ -156,7 +156,7 @@ def _shortened(module: str) -> str:
 
 # --- Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them -----------------
 
-# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.fp8_torchao``): sizes in multiples of 16, large
+# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
 # enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
 # three products::
 #

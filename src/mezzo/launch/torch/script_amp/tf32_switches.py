@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were, set_fp32_products
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were, set_fp32_products
 from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 

@@ -31,7 +31,7 @@ import mezzo
 from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
-from mezzo.engine.matrix_units import fp8_torchao as fp8layers
+from mezzo.engine.matrix_units import native_units as fp8layers
 from mezzo.engine.matrix_units.emulation import LINEAR, float8_linear, quantise
 from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from mezzo.launch.torch.state import TorchRun
