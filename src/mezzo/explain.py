@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
+from mezzo.formats import Recipe
 from mezzo.policyfields import PolicyFields
 
 NOT_HONOURED = "not honoured"
@@ -71,8 +72,8 @@ def explain(policy: PolicyFields, device: Device | str) -> Choices:
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), weights(policy), loss_scale(policy)]
-    if policy.compute == "fp8":
-        choices += [_recipe(policy), _fp8_speed(arithmetic)]
+    if policy.recipe is not None:
+        choices += [_recipe(policy.recipe), _fp8_speed(arithmetic)]
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -99,13 +100,9 @@ def _compute(policy: PolicyFields, device: Device, arithmetic: str, why: str) ->
     return _choice("compute", f"{policy.compute}, {arithmetic} on {device.name}", why)
 
 
-def _recipe(policy: PolicyFields) -> Choice:
-    e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
-    value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
-    if policy.fp8_recipe == "tensorwise":
-        return _choice("fp8 recipe", value, "one scale per tensor, from its largest magnitude at each use")
-    reason = "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only"
-    return _choice("fp8 recipe", value, reason)
+def _recipe(recipe: Recipe) -> Choice:
+    value = f"{recipe.name}: operands {recipe.values.name}, gradients {recipe.gradients.name}"
+    return _choice("fp8 recipe", value, recipe.reason)
 
 
 def _fp8_speed(arithmetic: str) -> Choice:

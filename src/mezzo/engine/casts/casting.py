@@ -136,7 +136,6 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
         overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
-    recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
     rules: dict[Op, CastRule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:
@@ -152,8 +151,8 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
             rule = CastRule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
-                run = emulation(op, base, low=policy.storage.name, family=family.name, float8=recipe)
-                rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
+                run = emulation(op, base, low=policy.storage.name, family=family.name, recipe=policy.recipe)
+                rule = replace(rule, emulation=run, keeps_weight=policy.recipe is not None and base == "linear")
             rules[op] = rule
     return rules
 

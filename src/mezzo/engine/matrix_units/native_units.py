@@ -19,6 +19,7 @@ Outside the session's region a layer computes as it did before, like every other
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,18 +33,13 @@ from torch import Tensor, nn
 from mezzo.engine.casts import conversion
 from mezzo.errors import UnsupportedFormatError
 from mezzo.explain import Choice
-from mezzo.formats import FP32, FP64
+from mezzo.formats import FP32, FP64, Recipe
 from mezzo.policy import Policy
 
 _MULTIPLE = 16
 SizeFault = Literal["not multiples", "too small"]
 """Why a linear layer's sizes keep it in 16 bits."""
 _SIZES = "a size is not a multiple of 16, which FP8 matrix units require"
-_TOO_SMALL = {
-    "tensorwise": "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)",
-    "rowwise": "too small to gain: no more than 2048 outputs, 1024 inputs, or 4096 outputs and 2048 inputs together "
-    "(torchao's measurements on H100s)",
-}
 _LAST = "the last linear layer: its errors reach the loss undamped"
 _OWN_CODE = "it has code of its own, which a layer in FP8 would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
@@ -100,24 +96,32 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    fault = fault_of_sizes(layer.out_features, layer.in_features, policy.fp8_recipe)
-    if fault is None:
+    recipe = policy.recipe
+    fault = None if recipe is None else fault_of_sizes(layer.out_features, layer.in_features, recipe)
+    if recipe is None or fault is None:
         return None
-    return _SIZES if fault == "not multiples" else _TOO_SMALL[policy.fp8_recipe]
+    return _SIZES if fault == "not multiples" else _least_sizes(recipe)
 
 
-def fault_of_sizes(outputs: int, inputs: int, recipe: str) -> SizeFault | None:
+def fault_of_sizes(outputs: int, inputs: int, recipe: Recipe) -> SizeFault | None:
     """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
     if outputs % _MULTIPLE or inputs % _MULTIPLE:
         return "not multiples"
     return "too small" if _too_small(outputs, inputs, recipe) else None
 
 
-def _too_small(outputs: int, inputs: int, recipe: str) -> bool:
-    # The sizes of torchao's own filter, which is not yet a stable part of its interface.
-    if recipe == "tensorwise":
-        return outputs <= 1024 and inputs <= 4096
-    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+def _too_small(outputs: int, inputs: int, recipe: Recipe) -> bool:
+    return any(outputs <= most_outputs and inputs <= most_inputs for most_outputs, most_inputs in recipe.too_small)
+
+
+def _least_sizes(recipe: Recipe) -> str:
+    limits = [
+        " and ".join(
+            f"{most:g} {side}" for most, side in zip(sizes, ("outputs", "inputs"), strict=True) if math.isfinite(most)
+        )
+        for sizes in recipe.too_small
+    ]
+    return f"too small to gain: no more than {', or '.join(limits)} (torchao's measurements on H100s)"
 
 
 def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> list[Choice]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
+from mezzo.formats import RECIPE_NAMES, RECIPES
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibration.calibrate import Calibration
 from mezzo.measure.predict.calibration.rates import MachineRates
@@ -206,7 +207,7 @@ def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
     for op in operations:
         if op.phase == "forward" and _is_linear(op):
             layers[op.module] = op.shape.columns, op.shape.depth
-    faults = {name: fault_of_sizes(*sizes, "tensorwise") for name, sizes in layers.items()}
+    faults = {name: fault_of_sizes(*sizes, RECIPES[RECIPE_NAMES[0], "ocp"]) for name, sizes in layers.items()}
     reasons = {name: None if fault is None else _FAULTS[fault] for name, fault in faults.items()}
     if layers:
         reasons[next(reversed(layers))] = _LAST
