@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import PurePath
+from types import MappingProxyType
 
-from mezzo.records import Environment, Memory, Reason, RunRecord
+from mezzo.records import AnyRecord, Environment, Finding, Memory, RankRun, Reason, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.memory import memory_kinds, memory_peaks
 from mezzo.report.colours import Style, format_style, policy_style
-from mezzo.report.sections import Cell, Fact, Grid, Section, Share
+from mezzo.report.sections import Cell, Fact, FactTable, Grid, Page, Section, Share
 
 _LONGEST_WORD = 100_000  # of a command, which must stay whole to be pasted: a policy may name hundreds of modules
 _ENVIRONMENT_LABELS = {
@@ -30,6 +33,19 @@ _ENVIRONMENT_LABELS = {
     "python": "Python",
     "mezzo": "Mezzo",
 }
+
+
+def page_of(record: AnyRecord) -> Page:
+    """Return what ``record`` says; only the page of its command is imported."""
+    page: Page = import_module(f"mezzo.commands.{record.kind}.page").page(record)
+    return page
+
+
+def command_name(record: AnyRecord) -> str:
+    """Return the command that made a record, as it is typed."""
+    if isinstance(record, RunRecord) and record.watched:
+        return "watch"
+    return record.kind.replace("_", "-")
 
 
 def facts(reasons: Sequence[Reason]) -> list[Fact]:
@@ -178,3 +194,95 @@ def ran_text(record: RunRecord) -> str:
     """Return the formats that the counted operations ran in."""
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]
     return f"{fmt.listed(shares)} ran" if shares else "no operation ran below 32 bits"
+
+
+# --- Ranks -----------------------------------------------------------------------------------------------------------------------
+
+_SHOWN = 64
+
+
+def rank_facts(record: RunRecord) -> list[Fact]:
+    """Return one line for each process of a run; empty for a run in one process."""
+    lines = [_rank(rank) for rank in record.ranks[:_SHOWN]]
+    left = len(record.ranks) - len(lines)
+    return [*lines, Fact(what="more", value=f"{left} ranks", reason="record.json has all")] if left else lines
+
+
+def difference_facts(*runs: RunRecord) -> list[Fact]:
+    """Return what should be the same in all processes and is not; for several runs, with the run that shows it."""
+    differences = []
+    for run in runs:
+        where = f"{fmt.clean(run.policy_shown)}, seed {run.seed}: " if len(runs) > 1 else ""
+        differences += [
+            Fact(what=f"{where}{fact.what}", value=fact.value, reason=fact.reason, tone="warn")
+            for fact in facts(run.between_ranks)
+        ]
+    return differences
+
+
+def _rank(rank: RankRun) -> Fact:
+    parts = [fmt.plural(rank.num_steps, "step")]
+    if rank.step_ms is not None:
+        parts.append(f"{fmt.ms_text(rank.step_ms)} a step")
+    memory = rank.cuda_allocated_bytes or rank.total_bytes
+    if memory is not None:
+        parts.append(fmt.bytes_text(memory))
+    if rank.final_loss is not None:
+        parts.append(f"final loss {fmt.number_text(rank.final_loss)}")
+    if rank.skipped_steps:
+        parts.append(f"{len(rank.skipped_steps)} skipped")
+    failed = fmt.clean(rank.error or "")
+    where = [fmt.clean(rank.host), fmt.clean(rank.device), failed]
+    return Fact(
+        what=f"rank {rank.rank}",
+        value=", ".join(parts),
+        reason=", ".join(filter(None, where)),
+        tone="bad" if failed else "",
+    )
+
+
+# --- Findings --------------------------------------------------------------------------------------------------------------------
+
+_TONES = {"error": "bad", "warning": "warn", "info": "open", "": "warn"}
+
+
+def finding_section(finding: Finding, lines: Mapping[str, str] = MappingProxyType({})) -> Section:
+    """Return what a finding says; ``lines`` maps modules to the lines of code that call them."""
+    rows = [
+        ("where", ", ".join(_place(module, lines.get(module, "")) for module in finding.modules)),
+        ("what", finding.detail),
+        ("harm" if finding.severity else "gain", finding.gain),
+        ("fix", finding.fix),
+        ("lines", ", ".join(PurePath(line).name for line in finding.lines)),
+        ("page", f"docs/findings/{finding.code}.md"),
+    ]
+    facts = [
+        Fact(what=word, value=fmt.clean(text), lines=tuple(finding.lines) if word == "lines" else ())
+        for word, text in rows
+        if text
+    ]
+    return Section(
+        title=fmt.clean(finding.title),
+        blocks=[FactTable(rows=facts)],
+        code=finding.code,
+        weight=_weight(finding),
+        tone=_TONES[finding.severity],
+    )
+
+
+def lines_of(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    """Return the lines of code that findings name, each with the finding."""
+    return [(line, f"{one.code}: {fmt.clean(one.title)}") for one in findings for line in one.lines]
+
+
+def _place(module: str, line: str) -> str:
+    """Return a module's name, with its line if the name alone says little: a bare index, or the class of a whole model."""
+    bare = module.isdecimal() or ("." not in module and module[:1].isupper())
+    return f"{module} ({PurePath(line).name})" if line and bare else module
+
+
+def _weight(finding: Finding) -> str:
+    if not finding.severity:
+        return f"{fmt.share_text(finding.share)} of {'FLOPs' if finding.flops else 'bytes'}"
+    times = f", {finding.count} times" if finding.count > 1 else ""
+    return f"{finding.severity}, first in step {finding.step}{times}"

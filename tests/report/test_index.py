@@ -18,8 +18,7 @@ from mezzo.errors import RecordError
 from mezzo.records import RunRecord, Steps, write_record
 from mezzo.report import html
 from mezzo.report.html import write_index
-from mezzo.report.index.entries import entry_of, find_records, outdated, page_of, read_all
-from mezzo.report.index.sheet import MOST_ROWS, index_sheet
+from mezzo.report.index import MOST_ROWS, entry_of, find_records, index_sheet, outdated, page_of, read_all
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\"'&\u202e%{x}"
 DOZENS = 1000

@@ -33,8 +33,8 @@ from mezzo.records import (
     Verdict,
 )
 from mezzo.report import terminal
+from mezzo.report.commands import MOST
 from mezzo.report.html import render_html
-from mezzo.report.next_steps import MOST
 from mezzo.report.pages import page_of
 
 NAN = float("nan")

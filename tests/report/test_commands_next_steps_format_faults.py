@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.report.next_steps import explained
+from mezzo.report.commands import explained
 
 REFUSED = "an operation does not accept the format of O1; find the modules that must stay in FP32", "fallback"
 CASES: list[tuple[list[str], tuple[str, str] | None]] = [

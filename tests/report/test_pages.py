@@ -30,11 +30,11 @@ from mezzo.records import (
     Steps,
     write_record,
 )
-from mezzo.report import formatting, terminal
+from mezzo.report import formatting, pages, terminal
 from mezzo.report.charts.data import Chart
 from mezzo.report.colours import Style, policy_style
 from mezzo.report.html import render_html
-from mezzo.report.pages import page_of, shared
+from mezzo.report.pages import page_of
 from mezzo.report.sections import Cell, Formats, Grid, Section
 
 NAN, INF = float("nan"), float("inf")
@@ -326,7 +326,7 @@ def test_the_headline_says_that_a_graph_replayed_steps(fields: dict[str, object]
 def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement() -> None:
     measured = Memory(parameters_bytes=1024, gradients_bytes=1024, optimizer_bytes=0, activations_bytes=512)
     part = Memory(parameters_bytes=1024, optimizer_bytes=0, cuda_allocated_bytes=2048)
-    (table,) = shared.memory_section([("fp32", measured), ("bf16", part), ("fp16", Memory())]).blocks
+    (table,) = pages.memory_section([("fp32", measured), ("bf16", part), ("fp16", Memory())]).blocks
     assert isinstance(table, Grid)
     assert [list(row[1:]) for row in table.rows] == [
         ["1.00 KiB", "1.00 KiB", "0 B", "512 B", "unknown", "2.50 KiB"],
@@ -453,7 +453,7 @@ def test_the_note_below_shares_names_the_policies_that_were_emulated(
         run(policy, [1.0], effective=Effective(flops_by_format={name: 8}, emulated=emulated, counted_on_step=step))
         for policy, (name, emulated, step) in formats.items()
     ]
-    assert shared.shares_note(*runs) == expected
+    assert pages.shares_note(*runs) == expected
 
 
 def test_every_kind_of_record_has_a_page_and_no_template_is_for_one() -> None:

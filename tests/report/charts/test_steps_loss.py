@@ -10,7 +10,7 @@ import record_builders as build
 from mezzo.commands.compare import page as compare
 from mezzo.records import CompareRecord, RunRecord, Steps
 from mezzo.report.charts.data import Chart, Nothing
-from mezzo.report.charts.loss import difference_charts, loss_charts
+from mezzo.report.charts.steps import difference_charts, loss_charts
 from mezzo.report.charts.svg import svg
 from mezzo.report.colours import policy_styles, styles_of
 

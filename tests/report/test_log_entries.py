@@ -9,8 +9,9 @@ import pytest
 
 import record_builders as build
 from mezzo.records import AuditRecord, DiagnoseRecord, FallbackRecord, Finding, Loss, ModuleError, Steps
+from mezzo.report.log_entries import log_entry
+from mezzo.report.terminal import text_of
 from mezzo.report.tracking import TrackedRecord
-from mezzo.report.tracking.log_entry import log_entry, text_of
 
 FINDING = Finding(code="A601", title="t", modules=["a"], detail="", gain="", fix="do", share=0.25)
 RUN = build.run_record("fp16", num_steps=5, seed=3)

@@ -17,7 +17,7 @@ import pytest
 import record_builders as build
 from mezzo import cli
 from mezzo.records import write_record
-from mezzo.report.index.serve import HOST, names_of, serving
+from mezzo.report.serve import HOST, names_of, serving
 
 SECRET = "secret"
 
