@@ -125,7 +125,7 @@ MEDIAN_BODY_LINES = 12
 LONG_FILES: dict[str, str] = {}  # path: reason
 LONG_BODIES: dict[str, str] = {}  # path::function: reason
 
-DTYPE_ROOMS = ("formats.py", "policy.py", "oplists.py", "engine/kernels")
+DTYPE_FILES = ("formats.py", "policy.py", "oplists.py", "engine/kernels")
 DTYPE_EXCEPTIONS: dict[str, str] = {}  # path: reason
 
 LIGHT_MODULES = [f"mezzo.{name}" for name in FACTS.split()]  # and the report: none imports torch
@@ -232,7 +232,7 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
     return next((circle for circle in (visit(module, []) for module in graph) if circle), [])
 
 
-def test_every_room_has_a_row_in_the_import_table() -> None:
+def test_every_package_has_a_row_in_the_import_table() -> None:
     assert {_package_of_file(path) for path in SOURCES} <= set(MAY_IMPORT)
     named = {package for allowed in MAY_IMPORT.values() for package in allowed.split()}
     assert named <= set(MAY_IMPORT)
@@ -291,7 +291,7 @@ SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint", "launch"
 MAY_IMPORT_SUBPACKAGES = {"launch.keras": "torch"}  # Keras trains on torch, too
 
 
-def wings_crossed(sources: dict[str, str]) -> list[str]:
+def subpackages_crossed(sources: dict[str, str]) -> list[str]:
     """Return imports from one subpackage of a package into another; what two subpackages need lies in the package itself."""
     modules = {module_of(path) for path in sources}
     found = []
@@ -312,7 +312,7 @@ def wings_crossed(sources: dict[str, str]) -> list[str]:
 
 
 def test_subpackages_do_not_import_each_other() -> None:
-    assert wings_crossed(SOURCES) == []
+    assert subpackages_crossed(SOURCES) == []
 
 
 # --- 2. the public names -------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def dtype_names(source: str) -> list[str]:
 
 
 def test_dtype_names_stay_in_their_files() -> None:
-    elsewhere = {path: dtype_names(source) for path, source in SOURCES.items() if not path.startswith(DTYPE_ROOMS)}
+    elsewhere = {path: dtype_names(source) for path, source in SOURCES.items() if not path.startswith(DTYPE_FILES)}
     found = {path: names for path, names in elsewhere.items() if names}
     assert set(found) == set(DTYPE_EXCEPTIONS), found
 
@@ -1078,12 +1078,12 @@ def test_a_subpackage_that_imports_another_is_found() -> None:
         "observe/c.py": "",
     }
     sources |= {"observe/audit/b.py": "from mezzo.observe.audit import d\n", "observe/audit/d.py": ""}
-    assert wings_crossed(sources) == ["observe/lint/a.py:1 imports mezzo.observe.audit.b"]
+    assert subpackages_crossed(sources) == ["observe/lint/a.py:1 imports mezzo.observe.audit.b"]
     keras = {
         "launch/keras/a.py": "from mezzo.launch.torch import b\n",
         "launch/torch/b.py": "import mezzo.launch.keras.a\n",
     }
-    assert wings_crossed(keras) == ["launch/torch/b.py:1 imports mezzo.launch.keras.a"]
+    assert subpackages_crossed(keras) == ["launch/torch/b.py:1 imports mezzo.launch.keras.a"]
 
 
 def test_a_constant_defined_twice_is_found() -> None:
