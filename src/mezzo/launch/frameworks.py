@@ -13,17 +13,19 @@ import importlib
 import importlib.util
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from mezzo.observe.stopping import StopScript
+
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
     from mezzo.launch.patches import Patches
-    from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
-    from mezzo.launch.step_limit import StepLimit
+    from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.measure.live import Report
     from mezzo.observe.settings import AnySettings
     from mezzo.policy import Policy
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         SnapshotsTaken,
         Steps,
     )
+
 
 Framework = Literal["torch", "keras", "paddle"]
 
@@ -321,3 +324,37 @@ def _imports_of(tree: ast.AST) -> Iterator[str]:
             owner = node.value
             if isinstance(owner, ast.Name) and owner.id in tensorflow:
                 yield "tensorflow.keras"
+
+
+# --- Run only a script's first steps, if the whole script would take too long. Imports no torch ---------------------------------
+
+_AFTER_FIRST = 0.1
+"""Share of the limit granted after the first step, however long that took: it may be mostly compilation, with short steps to follow."""
+
+
+class StepLimit:
+    """The number of steps, or the time, after which a script is stopped; an open step is finished first."""
+
+    def __init__(self, *, steps: int | None, seconds: float | None) -> None:
+        self._steps, self._seconds = steps, seconds
+        self._began_s = time.monotonic()
+        self._least_end_s: float | None = None
+        self.stopped = False
+        """Whether the limit has stopped the script."""
+
+    def check(self, num_closed: int) -> None:
+        """Stop the script if it has made enough steps, or used up its time.
+
+        Raises:
+            StopScript: the limit is reached.
+        """
+        enough = self._steps is not None and num_closed >= self._steps
+        if enough or (self._seconds is not None and self._is_over(self._seconds)):
+            self.stopped = True
+            raise StopScript
+
+    def _is_over(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if self._least_end_s is None:
+            self._least_end_s = now + _AFTER_FIRST * seconds
+        return now >= max(self._began_s + seconds, self._least_end_s)

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
-from mezzo.launch.frameworks import Watching
-from mezzo.launch.import_hooks import after_import
+from mezzo.launch.frameworks import StepLimit, Watching
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
-from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import ModelChanges
+from mezzo.launch.patches import Patches, after_import
+from mezzo.launch.request import ModelChanges
 from mezzo.launch.seeds import shift_python, shift_torch
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.support.supported_commands import on_backend, refusal
-from mezzo.launch.support.without_pytorch import WithoutPyTorch
+from mezzo.launch.support import WithoutPyTorch, on_backend, refusal
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
@@ -91,7 +88,7 @@ def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
 
         run.audit = GraphAudit(run, settings)
     elif backend == "tensorflow" and isinstance(settings, DiagnoseSettings):
-        from mezzo.launch.keras.nonfinite.observed_steps import ObservedTensorFlow
+        from mezzo.launch.keras.nonfinite_values import ObservedTensorFlow
 
         run.observed = ObservedTensorFlow(run, settings)
     else:

@@ -28,11 +28,11 @@ from mezzo.engine.matrix_units.emulation_nodes import matmul as emulated_matmul
 from mezzo.engine.scaling import NoScale, Scale
 from mezzo.formats import FP16
 from mezzo.launch.keras.layers import JudgedLayers, LayerTree, OneLayer
-from mezzo.launch.keras.scales import LayerScale
 from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.updates import LayerScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import observer_for
-from mezzo.launch.torch.script_amp.trial_changes import make_changes
+from mezzo.launch.torch.trial_changes import make_changes
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule

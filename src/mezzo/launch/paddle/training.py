@@ -19,16 +19,15 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from mezzo.errors import ScriptError
 from mezzo.formats import FP32
 from mezzo.frameworks.paddle import explain_run, to_paddle
-from mezzo.launch.paddle.counted_step import CountedStep
-from mezzo.launch.paddle.gradients.backward import BackwardPasses
-from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
-from mezzo.launch.paddle.operations import Operations
+from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.operations import CountedStep, Operations
 from mezzo.launch.paddle.state import PaddleRun, mapped, this_device
 from mezzo.launch.paddle.surveys import is_half
+from mezzo.launch.paddle.tape import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import Shift, shift_python
-from mezzo.launch.support.without_pytorch import WithoutPyTorch
+from mezzo.launch.support import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
@@ -174,18 +173,18 @@ def _set_tf32(patches: Patches, *, on: bool) -> None:
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
     """Return the observer for ``settings``; only its module is imported."""
     if isinstance(settings, DiagnoseSettings):
-        from mezzo.launch.paddle.nonfinite.observer import NonFinite
+        from mezzo.launch.paddle.nonfinite_values import NonFinite
 
         return NonFinite(settings, run)
     if isinstance(settings, RangesSettings):
-        from mezzo.launch.paddle.ranges.observer import Ranges
+        from mezzo.launch.paddle.ranges import Ranges
 
         return Ranges(settings, run)
     if isinstance(settings, FallbackSettings):
-        from mezzo.launch.paddle.fallback.observer import Fallback
+        from mezzo.launch.paddle.fallback import Fallback
 
         return Fallback(settings, run)
-    from mezzo.launch.paddle.audit.observer import Audit
+    from mezzo.launch.paddle.audit import Audit
 
     return Audit(settings, run)
 

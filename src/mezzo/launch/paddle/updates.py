@@ -18,11 +18,10 @@ from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
-from mezzo.launch.model_names import name_in_scope
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import ScriptSchedules, with_subclasses
+from mezzo.launch.seeds import ScriptSchedules, name_in_scope, with_subclasses
 
 
 class Updates:
