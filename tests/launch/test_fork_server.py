@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from mezzo.launch import fork_server as ready
-from mezzo.launch.signals import Guarded
-from mezzo.launch.fork_server import Starter
 
 from helpers_launch import Display
 from helpers_waiting import until
 from mezzo import cli
 from mezzo.errors import ScriptError
+from mezzo.launch import fork_server as ready
 from mezzo.launch import runner
+from mezzo.launch.fork_server import Starter
 from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 from mezzo.launch.runner import import_ahead, run_child, shared_imports
+from mezzo.launch.signals import Guarded
 from mezzo.records import Reason, RunRecord
 
 pytestmark = [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from mezzo.launch.fork_server import collect_all_if_needed, ids_to_finalise
 
 

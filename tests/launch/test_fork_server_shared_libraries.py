@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from mezzo.launch import fork_server as module
 from mezzo.launch.fork_server import shared_libraries
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.engine.session import Session
-from mezzo.launch.frameworks import training_in
 from mezzo.launch.torch import switched
+from mezzo.launch.training import training_in
 from mezzo.measure.steps import NumberBuffer, StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mezzo.launch.support import LIMITED, Stage, on_backend, refusal, stage_of
 
 from mezzo import cli
+from mezzo.launch.support import LIMITED, Stage, on_backend, refusal, stage_of
 from mezzo.records.run import INSPECTING, inspecting
 
 IN: dict[Stage, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from mezzo.launch.support import backend_of
 
 SET = "import os\nos.environ['KERAS_BACKEND'] = {}\n"

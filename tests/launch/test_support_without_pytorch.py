@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mezzo.launch.support import WithoutPyTorch, refusal
 
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import StepLimit
 from mezzo.launch.request import ModelChanges, ScriptFile
+from mezzo.launch.support import WithoutPyTorch, refusal
+from mezzo.launch.training import StepLimit
 
 
 class Training(WithoutPyTorch):

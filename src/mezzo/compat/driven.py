@@ -27,7 +27,7 @@ from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.session import Session
 from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
-from mezzo.launch.seeds import ScriptSchedules
+from mezzo.launch.any_script import ScriptSchedules
 from mezzo.measure import memory
 from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
@@ -394,9 +394,6 @@ def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) ->
             "casts operations, such as fp16 and bf16",
             hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
         )
-
-
-# --- The region in which a model's calls run, stored with the model: a copy of the model has its own ----------------------------
 
 
 class ModelRegion:

@@ -338,8 +338,6 @@ def script_lines(before: str, new: Policy) -> str:
     return "; ".join(lines)
 
 
-# --- Paddle's operations by the families of the portable op lists, and Paddle's own lists, as data ------------------------------
-
 # An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
 # if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` contains the second, as printed for a call by
 # ``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1; ``PADDLE_WHITE`` and ``PADDLE_BLACK`` are the lists in

@@ -109,9 +109,6 @@ def files_read(since_s: float | None) -> Iterator[FilesRead]:
         patches.undo()
 
 
-# --- libraries that open files in native code ------------------------------------------------------------------------------------
-
-
 def _read(files: FilesRead, position: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that reads the file named by its argument at ``position``."""
     files.read(args[position] if len(args) > position else next(iter(kwargs.values()), None))

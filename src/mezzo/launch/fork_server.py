@@ -33,10 +33,11 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import IO, Any, Literal, NamedTuple
 
-from mezzo.launch.frameworks import MAX_FILES, spec_of, training_in
+from mezzo.launch.frameworks import MAX_FILES, spec_of
 from mezzo.launch.guard import PASSED_ON, STOPPING, die_with_parent
 from mezzo.launch.request import Request
 from mezzo.launch.signals import Guarded
+from mezzo.launch.training import training_in
 from mezzo.records import Reason
 
 _COMPILER = "torch._dynamo"
@@ -352,11 +353,9 @@ def _late_settings(before: dict[str, str]) -> list[Reason]:
     return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
 
 
-# --- Which objects of a forked run Python has to finalise when the run ends -----------------------------------------------------
-
 # The objects of torch, Mezzo and the shared libraries exist before the fork and are frozen (``gc.freeze``): to collect them again took most
-# of the time in which a run ended. What they refer to is then not collected either. That matters only for objects that do something at their
-# end: if the run has left such an object, everything is collected, as in a process of its own.
+# of the time in which a run ended. What they refer to is then not collected either. That matters only for objects that do something at
+# their end: if the run has left such an object, everything is collected, as in a process of its own.
 
 _ACT = (io.IOBase, GeneratorType, CoroutineType, AsyncGeneratorType)
 
@@ -381,8 +380,6 @@ def _is_open(one: Any) -> bool:
         return not one.closed
     return not isinstance(one, GeneratorType) or one.gi_frame is not None
 
-
-# --- The libraries that a script imports first, where the runs of a command can share that import. Imports neither torch nor a library ---
 
 # A library is listed if its import reads nothing but environment variables with the listed beginnings, and needs longer than a short run.
 # A script that imports something of its own before it, or names such a variable, imports it in each run.

@@ -1,4 +1,4 @@
-"""Replace attributes of other packages, and restore every one of them."""
+"""Replace attributes of other packages, as soon as they are imported, and restore every one of them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ class Patches:
         while self._undo:
             self._undo.pop()()
 
-
-# --- Run an action as soon as any code has imported a package -------------------------------------------------------------------
 
 # A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``), and TensorFlow's devices before
 # it uses them. So Mezzo must import neither before the script does, nor any library that the script may never need.

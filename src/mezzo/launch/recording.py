@@ -1,4 +1,4 @@
-"""Run a script's code in this process, note how it ended, and make the record of the run."""
+"""Run a script's code in this process, and make the record of how it ended and of what it printed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from mezzo.error_texts import advice_for
 from mezzo.errors import MezzoError, NoKernelError
-from mezzo.launch.frameworks import Training
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.signals import EndedBySignal
+from mezzo.launch.training import Training
 from mezzo.records import AnyRecord, Metric, RankRun, Reason, RunRecord
 
 INTERRUPTED = 130
@@ -131,8 +131,6 @@ def _sentence(error: BaseException | None) -> str | None:
     return error.message if isinstance(error, MezzoError) else sentence_of(error)
 
 
-# --- Errors by which torch reports that a process started by the script has failed: which process, and why, in one sentence -----
-
 # ``torch.multiprocessing.spawn`` raises with the process's whole traceback as its message, ``torchrun`` with a table of all
 # processes. Imports no torch.
 
@@ -180,8 +178,6 @@ def raised(text: str) -> str:
     return "\n".join(lines[start:]).strip() or text.strip()
 
 
-# --- Print an error of the user's script as Python would have: without the launcher's frames ------------------------------------
-
 _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _RUNPY = ("<frozen runpy>", "runpy.py")
 
@@ -213,8 +209,6 @@ def without_ours(traceback: TracebackType | None) -> TracebackType | None:
         rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rest
 
-
-# --- Read a metric from a script's output while it runs -------------------------------------------------------------------------
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 """Escape sequences for colours and the cursor, and other invisible characters."""

@@ -152,9 +152,6 @@ class Request(BaseModel):
         return Path(self.record_path).absolute().with_suffix(".updated")
 
 
-# --- Parts of a request: a command's settings for a run's snapshots, guard, trace and models. Imports no torch ------------------
-
-
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Handle the signals that stop a command while it runs scripts: pass them on to the run, start no further run, keep the records.
+"""Signals that stop a command while it runs scripts: they reach the run and its script, no further run starts, the records stay.
 
 After SIGINT the script may take as long as it needs, as under Python; a second SIGINT asks it to end, a third kills it. After SIGTERM
 and SIGHUP it has ``GRACE_S``. A signal that was ignored when this process started, as under ``nohup``, stays ignored.
@@ -167,8 +167,6 @@ def stoppable() -> Iterator[Stop]:
         _STOP.reset(token)
 
 
-# --- Turn signals into exceptions in the script, so that its record is still written --------------------------------------------
-
 _FATAL = tuple(number for number in (*STOPPING, FINAL_SIGNAL) if number not in (signal.SIGINT, None))
 """The signals that would end Python without an exception."""
 
@@ -249,8 +247,6 @@ def signals_ignored() -> Iterator[None]:
         for number in _FATAL:
             signal.signal(number, before[number])
 
-
-# --- Start a run's process under a guard, pass signals on to it, and kill it with its descendants -------------------------------
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 _GUARDS = hasattr(os, "fork")

@@ -1,4 +1,4 @@
-"""Which commands and options take a script in which framework: one table, read before anything runs."""
+"""Which commands and options take a script in which framework: one table, read before anything runs, and the refusals of trainings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of, own_trees
 
 if TYPE_CHECKING:
-    from mezzo.launch.frameworks import StepLimit
     from mezzo.launch.patches import Patches
     from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
+    from mezzo.launch.training import StepLimit
     from mezzo.records import Finding, OutOfMemory
 
 
@@ -110,8 +110,6 @@ def refusal(feature: str, stage: Stage, *, target: str = "...") -> ScriptError |
     )
 
 
-# --- The backend on which a Keras script will run, as far as its own files and the environment tell before it runs --------------
-
 _VARIABLE = "KERAS_BACKEND"
 _DEFAULT = "tensorflow"
 
@@ -177,11 +175,8 @@ def _configured(environment: Mapping[str, str]) -> str:
     return named if isinstance(named, str) else _DEFAULT
 
 
-# --- Features that only PyTorch scripts support; the trainings of other frameworks inherit the refusals -------------------------
-
-
 class WithoutPyTorch:
-    """The part of ``launch.frameworks.Training`` that only PyTorch scripts support: an error if requested, empty otherwise."""
+    """The part of ``launch.training.Training`` that only PyTorch scripts support: an error if requested, empty otherwise."""
 
     stage: ClassVar[Stage]
     """The framework, as refusals name it."""

@@ -56,12 +56,6 @@ def _copy_snapshot(request: Request) -> None:
         shutil.copytree(journal, folder / journal.name)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
-# --- Let this process write to copies: no other process sees what it changes on a disk, and it has no network -------------------
-
 # The process gets mounts of its own, with an overlay over every folder. What it writes goes into memory and ends with it. Code in C is
 # covered too, which a patch of Python's functions would miss. What no overlay covers becomes read-only.
 #
@@ -174,3 +168,7 @@ def _call(function: str, *args: object) -> None:
     if getattr(library, function)(*args) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), function)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -21,9 +21,9 @@ else:
     import torch
 
 from mezzo.errors import MezzoError
-from mezzo.launch.frameworks import StepLimit
 from mezzo.launch.keras import training
 from mezzo.launch.request import ModelChanges
+from mezzo.launch.training import StepLimit
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 

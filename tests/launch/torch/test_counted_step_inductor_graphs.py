@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mezzo.launch.torch.counted_step import counts_of
 from torch import Tensor
 from torch._higher_order_ops import cond
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from helpers_compare import run
+from mezzo.launch.torch.counted_step import counts_of
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy

@@ -42,7 +42,7 @@ _ON_DATASETS = "Even though the `tf.config.experimental_run_functions_eagerly`"
 
 
 class ObservedTensorFlow:
-    """A Keras run on TensorFlow with its steps inspected (``launch.frameworks.Watching``)."""
+    """A Keras run on TensorFlow with its steps inspected (``launch.training.Watching``)."""
 
     kind = "diagnose"
     compiles = False

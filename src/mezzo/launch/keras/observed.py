@@ -288,8 +288,6 @@ def _with_masks(output: Any, changed: Any) -> Any:
     return changed
 
 
-# --- Let observers record Keras' FP16 products on PyTorch on a CPU as products in FP16 ------------------------------------------
-
 # There Keras casts FP16 operands to FP32, multiplies, and casts back; the result is that of a 16-bit unit.
 # ``mezzo.engine.matrix_units.emulation`` computes the same numbers, forward and backward, and names the format and the operation
 # that it emulates.

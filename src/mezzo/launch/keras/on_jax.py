@@ -5,7 +5,7 @@ call of its train function, where it would wait to read the loss; a script's own
 
 A step has no state of its own: an optimizer's variables, including its loss scale, go in and come out as values. So the policy's
 scale is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and each of them has a
-scale of its own (``jax_scaling``).
+scale of its own.
 """
 
 from __future__ import annotations
@@ -273,8 +273,6 @@ def _sum(losses: Sequence[Any]) -> Any:
         return math.nan
 
 
-# --- Count the products in a traced step of JAX, from its jaxpr: forward, backward, and in called functions ---------------------
-
 # As in ``measure.flops``, a product counts as two operations. Both sides of a branch are counted, a scan's body as often as it runs, and
 # a loop of unknown length once. Keras' order of dimensions distinguishes a convolution from its gradients.
 
@@ -324,8 +322,6 @@ def _convolution(equation: Any) -> int:
 _PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution}
 """The FLOP formula of each primitive that is a product."""
 
-
-# --- Scale the losses of Keras on JAX, and know of an update's gradients whether the loss scale is in them ----------------------
 
 # The loss scale is a variable of the ``LossScaleOptimizer``, which enters a step as a value. In ``fit`` Mezzo finds that value in
 # the state of ``train_step``. A loss that the script does not pass to ``scale_loss`` is multiplied by it in the differentiated

@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 from mezzo.errors import ScaleFloorError, ScriptError
 from mezzo.formats import FORMAT_NAMES, FP32, TF32
-from mezzo.launch.frameworks import StepLimit
 from mezzo.launch.patches import Patches
+from mezzo.launch.training import StepLimit
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason

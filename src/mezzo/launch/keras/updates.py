@@ -215,8 +215,6 @@ def num_bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(map(int, shape)) * STORED_BYTES.get(keras.backend.standardize_dtype(dtype), 4)
 
 
-# --- Keras' loss scales, with those methods of torch's GradScaler that observers use --------------------------------------------
-
 _BACKOFF = 0.5  # LossScaleOptimizer's own
 
 

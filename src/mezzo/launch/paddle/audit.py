@@ -257,8 +257,6 @@ class Audit(StepObserver):
         return [*notes, Reason(what="kernels", value="not recorded", reason=why)]
 
 
-# --- Findings on audited Paddle steps: the rules of ``docs/findings`` that apply to its dynamic graph, in Paddle's terms --------
-
 _SMALL = 0.01
 """Share of the step's FLOPs or bytes below which there is no finding, except for FP64 and range-sensitive operations."""
 
@@ -358,8 +356,6 @@ def _gain(code: str, share: float) -> str:
     return f"{share:.1%} of the step's product FLOPs {_GAINS.get(code, 'would run in 16 bits')}"
 
 
-# --- The shape of a Paddle product as seen by a Tensor Core, and what prevents full-width loads ---------------------------------
-
 # The rules are NVIDIA's, as for PyTorch (``mezzo.observe.audit.eligibility``): innermost dimensions of 16-bit operands are multiples of 8,
 # and convolutions take channels last. An FP32 product is judged as if its operands had 16 bits.
 
@@ -415,8 +411,6 @@ def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 _CHANNELS_LAST = ("NHWC", "NDHWC")
 """Names of the layouts whose channels come last."""
 
-
-# --- An audited operation of a Paddle step, and the products that ran in FP32 ---------------------------------------------------
 
 # The format of an operation is the one in which it computes: where the policy rounds operands and results on a CPU, the values are kept in
 # FP32 tensors, but formats, casts and bytes are those of the policy.

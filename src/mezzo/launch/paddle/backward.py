@@ -104,8 +104,6 @@ class BackwardPasses:
             return unscaled if gradient.is_selected_rows() else paddle._C_ops.add_(unscaled, gradient * 0.0)
 
 
-# --- The leaves of a Paddle script's graphs: the tensors whose gradients a backward pass leaves in ``.grad`` --------------------
-
 # Paddle has no list of them, and a graph names its leaves only by number. So every tensor that is told to take gradients is remembered
 # from then on, besides the parameters of layers and optimizers that existed before; each graph is then searched for a leaf that is not
 # among them.
@@ -190,8 +188,6 @@ def _accumulations(roots: Iterable[Any]) -> Iterator[int]:
             yield node.node_ptr()
         waiting += node.next_functions
 
-
-# --- Show a Paddle script unscaled gradients in its own hooks, and in the ``.grad`` that it retains of a tensor inside a graph ---
 
 # A gradient inside a graph is scaled while the backward pass runs. A script's hook is given it divided by the scale, and what it
 # returns is multiplied again.

@@ -36,8 +36,6 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
-# --- Measure the error that every layer of a Paddle model makes on its own in a lower precision, from one step computed in FP32 ---
-
 # The operations of a layer's first call run once more on their FP32 operands: unchanged, and with the layer's own operations rounded if
 # the policy lists them. Those of its sublayers stay in FP32, so that a container's error comes only from what it computes itself.
 #

@@ -187,8 +187,6 @@ class NonFinite(StepObserver):
         return run
 
 
-# --- Which gradients of a Paddle step a format's range made wrong, from replays of the step -------------------------------------
-
 # The thresholds are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
 # one that contains only rounding noise (a bias before a norm) is not judged.
 

@@ -1,4 +1,4 @@
-"""Patch Paddle's operations: round those that a policy lists, and count the FLOPs of one step by format.
+"""Patch Paddle's operations: round those that a policy lists, and count the FLOPs and bytes of one step by format.
 
 Python calls an operation by its function in ``paddle._C_ops`` or, for a few, by an operator of ``paddle.Tensor``. Both
 are replaced. Under an emulated policy, the operands and results of the operations in the lower-precision list are
@@ -179,8 +179,6 @@ _COUNTS: dict[str, Count] = {
 }
 """The FLOP formula of each operation, from its result and its arguments."""
 
-
-# --- Inspect the second step of a Paddle run: the formats in which its products ran, and the bytes of each kind -----------------
 
 # The second, because in the first the optimizer has no state yet; and only one step, because counting costs time (the first tenth
 # of the steps is excluded from all timing). Activations are the tensors that autograd keeps for the backward pass, counted by Paddle's

@@ -200,8 +200,6 @@ class Ranges(StepObserver):
         return ranges_record(run, values, policy=self._policy)
 
 
-# --- Which values of an FP32 step of a Paddle script would have 16 bits under a policy's op lists -------------------------------
-
 # The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other has the
 # widest format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the
 # weight. The result of batch normalisation has the format of its first operand, whatever the format of its weights.
@@ -252,8 +250,6 @@ class ListedFormats(Listener):
         decisive = read[:1] if operation.name in _FOLLOW_FIRST else read
         return not decisive or any(self._wide.get(id(t), (t, True))[1] for t in decisive)
 
-
-# --- Count the values of Paddle tensors by exponent with NumPy, in tables laid out as in ``mezzo.engine.kernels.exponent_bins`` ---
 
 Table: TypeAlias = npt.NDArray[np.int64]
 

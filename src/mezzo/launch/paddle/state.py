@@ -418,8 +418,6 @@ def _joint_norm(norms: list[Any]) -> Any:
     return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()
 
 
-# --- A loss scale on the host: the same values as in ``mezzo.engine.scaling``, without torch ------------------------------------
-
 # Paddle's own GradScaler is not used, on any device: it does not work on a CPU or for BF16, has no ceiling, restarts its count
 # of overflows after each backoff, and prints a line at each. Using the same logic everywhere also makes runs in two
 # frameworks comparable. Cost: one flag per step is read from the device, as by any scaler that skips steps.
@@ -470,8 +468,6 @@ class HostScale:
 def _fp32(value: float) -> float:
     return float(np.float32(value))
 
-
-# --- Name the layers of a Paddle script by their paths in the model, as yielded by ``model.named_sublayers()`` ------------------
 
 _WRAPPERS = re.compile(r"^(_layers\.)+")
 

@@ -1,4 +1,4 @@
-"""The values of a Paddle tensor, and which of them a format's range loses."""
+"""The values of a Paddle tensor: which of them a format's range loses, and what rounding leaves of them."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ def operand(tensor: Any) -> Operand:
         num_not_finite=int(values.size - finite_values.size),
     )
 
-
-# --- Round tensors to a 16-bit format and keep them in FP32, with the result of a cast and a cast back, including gradients -----
 
 # The gradient of a 16-bit tensor has that format, too, so a rounded tensor's gradient is rounded in the backward pass: a cast
 # and a cast back do so automatically. They are used for BF16, but not for FP16 on a CPU: Paddle 3.3.1 casts tiny

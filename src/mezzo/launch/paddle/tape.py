@@ -283,8 +283,6 @@ def script_line(frame: FrameType | None) -> str:
     return ""
 
 
-# --- The base of all observers of Paddle scripts: which steps they observe, when a step begins and ends, and what they refuse ---
-
 # A step's operations are those between the previous update and its own. So an observer starts right after an update, and judges its records
 # before the weights change. The script is ended at the first backward pass after the last observed step.
 

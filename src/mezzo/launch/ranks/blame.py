@@ -1,4 +1,4 @@
-"""Which process of a failed run is to blame: most fail only because another did. A pure function. Imports no torch."""
+"""Which process of a failed or hanging run is to blame: most wait or fail only because of another. Imports no torch."""
 
 from __future__ import annotations
 
@@ -102,8 +102,6 @@ def _no_progress(hung: ProcessEnd, running: Sequence[ProcessEnd]) -> str:
     at = f" at {hung.where}" if hung.where else ""
     return f"it made no progress{at}" + (f", with {'; '.join(others)}" if others else "")
 
-
-# --- Where each process of a hanging run is, from the traceback that it writes when a signal asks for it. Imports no torch ------
 
 # ``faulthandler`` writes the traceback from a signal handler in C, so that even a process blocked in native code answers.
 

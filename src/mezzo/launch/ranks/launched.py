@@ -1,4 +1,4 @@
-"""Which of several processes this one is, from the environment variables that its launcher sets.
+"""What the launcher of several processes tells each in environment variables: which one it is, and where it reports its error.
 
 Each launcher has its own variables. ``torchrun`` and the launchers built on it (``accelerate launch``, ``deepspeed``) set torch's own,
 which take precedence, and then those of Paddle's launcher: another launcher may have started one of these, once per machine.
@@ -137,8 +137,6 @@ def _job(variables: Mapping[str, str], names: _Variables, command: Sequence[str]
     text = "\0".join([names.launcher, variables.get(names.size, ""), *(known or command)])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
 
-
-# --- Report to torchrun why a command failed, in the file that torchrun reads ---------------------------------------------------
 
 # torchrun ends with a table of the processes that failed. Without that file the table gives no reason, and torchrun's own traceback
 # hides the reason that Mezzo has printed. The same is true of ``accelerate launch``, which is built on torchrun. Imports no torch.

@@ -252,8 +252,6 @@ def new_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
     return fresh
 
 
-# --- A free port for a store that another process opens some seconds later ------------------------------------------------------
-
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _USUAL = 10_240, 32_768
 """The lowest port that is chosen, and the usual first port of outgoing connections, for systems that do not report theirs."""

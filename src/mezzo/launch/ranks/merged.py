@@ -1,4 +1,4 @@
-"""Merge the records of all processes of a run into one. Pure functions of these records; imports no torch.
+"""A run of several processes as one: a request for each, and one record of all. Pure functions; imports no torch.
 
 The merged record is rank 0's, with the mean of all ranks' losses: each rank has the loss of its own part of the data. What else the
 ranks measured is in ``ranks``, and what should be the same in all of them, but is not, in ``between_ranks``.
@@ -143,8 +143,6 @@ def _median(numbers: Sequence[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-# --- Where the processes of a run differ, although they should not. Pure functions ----------------------------------------------
-
 _SLOWER, _LARGER = 1.5, 1.25
 """Least ratio between the ranks' CPU times per step, and between their memory, that is worth a line."""
 _FEW_STEPS = 10
@@ -217,9 +215,6 @@ def _by_value(values: dict[int, str]) -> str:
     return "; ".join(
         f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items()
     )
-
-
-# --- A run's request for each process of a job: the same script and settings, but separate files. Imports no torch --------------
 
 
 def record_path(folder: Path, number: int) -> Path:

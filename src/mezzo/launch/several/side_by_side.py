@@ -281,8 +281,6 @@ def _run_in(slot: Slot, request: Request, limit_s: LimitS, stop: Stop) -> Ended 
     return None if stop.stopped else (request, record)
 
 
-# --- The runs of a comparison: their names and their arguments. Imports no torch ------------------------------------------------
-
 _LONGEST = 80
 GRACE_S = 30.0
 """Time that a run may take beyond a command's budget before it is killed: the estimate may have been too low."""
@@ -308,8 +306,6 @@ def named_arguments(arguments: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the script's arguments with the run's name in place of ``{run}``."""
     return tuple(argument.replace(RUN_NAME, name) for argument in arguments)
 
-
-# --- Runs that a plan requests one by one, executed in waves: the next run together with those that will probably be requested after it ---
 
 # A check and a search decide what to run next from what they know. If several runs are possible at once, their next requests are guessed
 # and run in advance. A guessed run that is requested later is ready by then; one that is never requested does not count. So the course

@@ -15,8 +15,8 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.profiler import profile
 
+from mezzo.launch.any_script import shift_seeds
 from mezzo.launch.patches import Patches
-from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.counted_step import CountedStep
@@ -166,8 +166,6 @@ def _note_script_profiles(observer: Callable[[], Observer], patches: Patches) ->
     patches.around(profile, "_prepare_trace", prepare)
     patches.around(profile, "__exit__", leave)
 
-
-# --- Show warnings at the script's line: torch warns about its caller, which under Mezzo's hooks is a line of Mezzo -------------
 
 # Limit: a script that replaces ``warnings.showwarning``, or records warnings, sees Mezzo's line.
 

@@ -424,8 +424,6 @@ def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
 
 
-# --- Find the script's own name for a loss in the line that calls its backward pass ---------------------------------------------
-
 _BACKWARD = ("backward", "manual_backward")
 
 
@@ -487,8 +485,6 @@ def _name(node: ast.expr) -> str:
             return _name(scaled)
     return ""
 
-
-# --- Unscale gradients inside the graph wherever the script sees them: in tensor hooks, in module hooks, and where it retains them ---
 
 # A gradient inside the graph is scaled while the backward pass runs. The arguments of a script's hook are divided by the scale, and
 # its result is multiplied by it again; gradients that the script retains are divided once the pass is over.

@@ -170,8 +170,6 @@ def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-# --- Refuse ``join()``, torch's context for uneven data, where the processes of a run have to act at the same update ------------
-
 # Inside ``join()`` a process that has run out of batches takes part only in the model's reductions, and makes no updates. It would take no
 # part in the exchanges of ``--snapshot`` and ``--guard``, and all others would wait for it until the group's time-out.
 

@@ -2,7 +2,7 @@
 
 The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
 first tenth of the steps is left out of all timing). Code that Inductor compiled runs compiled in that step, too
-(``inductor_graphs.py``). Compiled code runs eagerly there under an emulated policy, whose operations look like the FP32 operations that
+(``InductorGraphs``). Compiled code runs eagerly there under an emulated policy, whose operations look like the FP32 operations that
 emulate them, and with a backend whose graphs cannot be read.
 """
 
@@ -260,8 +260,6 @@ class CountedStep:
                 kwargs["context_fn"] = functools.partial(self._contexts, kwargs["context_fn"])
         return original(function, *args, **kwargs)
 
-
-# --- Count the operations of graphs that Inductor compiled, as they run compiled ------------------------------------------------
 
 # A dispatch mode sees only the few operations of a compiled graph that Inductor leaves to torch's own kernels. So the operations of
 # each graph, forward or backward, are recorded when Inductor receives it. While a step is counted, a call of the compiled graph counts

@@ -1,4 +1,4 @@
-"""Parts of a training's state as digests and simple values.
+"""The state of a training as digests and simple values: its variables, optimizers and weights.
 
 Cost: one pass over every tensor, and one number per tensor read from the device.
 """
@@ -150,10 +150,8 @@ def trained_by(
     return [(names.get(id(parameter), f"parameter {n}"), parameter) for n, parameter in enumerate(dense)]
 
 
-# --- A digest of a script's weights: equal in all processes whose weights are equal to the bit ----------------------------------
-
-# It is computed when the script leaves its process group, because the model is often gone once the script has ended, and at the end. Sharded
-# weights are left out: every process has its own. Cost: one pass over the weights, and one number per parameter read from the device.
+# The digest is computed when the script leaves its process group, because the model is often gone once the script has ended, and at
+# the end. Sharded weights are left out: every process has its own. Cost: one pass over the weights, and one number per parameter.
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer formats by their size in bytes."""
@@ -198,8 +196,6 @@ def _sum_of_bits(weight: Tensor) -> int:
     positions = torch.arange(1, bits.numel() + 1, device=bits.device)
     return int((bits * positions).sum())
 
-
-# --- The state of a script, found through its variables: what a debugger would show at the top of its training loop -------------
 
 # In the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their
 # states, numbers, texts and lists by value, tensors by their elements, objects of the script's own classes by their attributes. The record

@@ -132,8 +132,6 @@ def _channels_last(value: Any) -> Any:
     return value
 
 
-# --- Checkpoint a script's models from outside: each by a plan of its own, computed and applied at its first call in training ---
-
 _IN_SCRIPT = "call mezzo.checkpoint(model, sample, ...) in the script, where the model is created"
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 

@@ -1,4 +1,4 @@
-"""What a run left as it was, and what its record says about it."""
+"""Who is notified of what a run does, and the notes of what it left as it was."""
 
 from __future__ import annotations
 
@@ -69,9 +69,6 @@ class RunNotes:
             *([_OWN_AMP_OFF] if self._own_amp_off else []),
             *(reason for measured in self._measured for reason in measured()),
         ]
-
-
-# --- Who is notified of what a run does -----------------------------------------------------------------------------------------
 
 
 class Listeners:

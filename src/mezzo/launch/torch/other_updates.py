@@ -1,4 +1,4 @@
-"""Updates that a script itself leaves out because a gradient is not finite.
+"""Updates that no optimizer makes: the script leaves one out because a gradient is not finite, or updates its weights itself.
 
 A loop may check its gradients and continue without a step: ``if not torch.isfinite(norm): continue``. If the loss scale caused the
 overflow, no optimizer step would report that to the scale, and every later pass would overflow as well. So gradients are checked after
@@ -171,8 +171,6 @@ def _place() -> Place:
     return tuple((id(frame.f_code), frame.f_lasti) for frame in outside)
 
 
-# --- Updates of a script without an optimizer object: it updates its weights itself, and every backward pass counts as an update ---
-
 # A script may also run passes before it creates its optimizer, to try out its model. If these changed no weight, they were no updates:
 # when the optimizer is created, the record starts over and says so. So does an observer, which does not end the script while the passes
 # so far may turn out to be such trials.
@@ -189,7 +187,7 @@ class UpdatesByHand:
         self._update, self._objects, self._notes, self._listeners = update, objects, notes, listeners
         self._num = 0
         self._leaves: dict[int, tuple[Callable[[], Tensor | None], int, int]] = {}
-        """The leaves that passes have reached, their versions and the addresses of their values, by identity, as they were at the first pass."""
+        """The leaves that passes have reached, by identity, with their versions and the addresses of their values at the first pass."""
         self._sample: tuple[Callable[[], Tensor | None], Tensor] | None = None
         """The smallest leaf of the first pass, and its values then: a change through ``.data`` does not change its version."""
         self._wants_stop = False

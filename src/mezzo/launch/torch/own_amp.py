@@ -1,4 +1,4 @@
-"""Replace a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
+"""Replace a script's own mixed precision: its ``torch.autocast``, its ``GradScaler`` and its TF32 switches.
 
 Under ``fp32`` both are turned off. Under another policy the script decides where a region is, and the policy its format: an
 ``autocast`` that is on becomes a region of the policy, whatever dtype it names. One that is off inside a module or a region opts out:

@@ -1,7 +1,4 @@
-"""The arguments of a script's backward passes: outputs, inputs and gradients, each one tensor or several in any form that torch accepts.
-
-And the leaves behind the outputs.
-"""
+"""What a script passes to torch's backward passes, in any form that torch accepts, and torch's functions behind their checks."""
 
 from __future__ import annotations
 
@@ -60,8 +57,6 @@ def leaves_of(outputs: Iterable[Tensor], *, max_nodes: float = math.inf) -> list
             return []
     return leaves
 
-
-# --- Torch's own Python functions without their check for function modes --------------------------------------------------------
 
 # ``torch.autograd.backward``, ``Tensor.register_hook`` and others check whether a function mode is on
 # (``torch.set_default_device`` sets one), pass themselves to it by the name in their module, and run with the mode off.

@@ -1,4 +1,4 @@
-"""What a script is doing at the moment: which hooks count, and which leave it alone."""
+"""What each thread of a script is doing at the moment: which hooks count, and which leave it alone."""
 
 from __future__ import annotations
 
@@ -106,9 +106,6 @@ class Phase:
     def autocast_turned_off(self) -> None:
         """Note that the policy has turned an autocast of the script off."""
         self.autocasts_off = True
-
-
-# --- The state of each thread of a script: the module that it is in, and the one it called last ---------------------------------
 
 
 class Root(NamedTuple):

@@ -1,4 +1,4 @@
-"""The models and optimizers that a script was found to train."""
+"""The models and optimizers that a script was found to train, and the script's names for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_leaves
+from mezzo.launch.any_script import name_in_scope
 from mezzo.launch.request import ModelChanges
-from mezzo.launch.seeds import name_in_scope
 from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
@@ -55,8 +55,6 @@ class ScriptObjects:
         """Call no listener any more."""
         self.on_root_call = None
 
-
-# --- Number a script's optimizers, and find the script's names for what they train ----------------------------------------------
 
 # An optimizer that is recreated for the same parameters keeps its number.
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import not_finite, total_norm
 from mezzo.errors import ScaleFloorError
-from mezzo.launch.frameworks import StepLimit
+from mezzo.launch.any_script import ScriptSchedules
 from mezzo.launch.request import GuardRequest
-from mezzo.launch.seeds import ScriptSchedules
 from mezzo.launch.torch.notes import Listeners, RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.other_updates import LeftOutUpdates, UpdatesByHand
@@ -26,6 +25,7 @@ from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.update_losses import UpdateLosses
+from mezzo.launch.training import StepLimit
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.observer import Update

@@ -3,7 +3,7 @@
 The first hundred updates of a script are checked for everything that can go wrong. After that, with one optimizer, most hooks around
 each step and backward pass have nothing to do, and finding that out takes a tenth of a small model's step. Anything new in the script
 (an optimizer, a GradScaler, compiled code, a session) ends the steady state until another update has been recorded in full. With a loss
-scale, a pass that cannot be unscaled in one call (``batched_unscaling``) and an update that is skipped or changes the scale are recorded
+scale, a pass that cannot be unscaled in one call (``BatchedUnscaling``) and an update that is skipped or changes the scale are recorded
 in full, too.
 """
 
@@ -109,8 +109,6 @@ class Steady:
         self._update.recorder.close(skipped=False, scale=None, made_by=self.made_by)
         return True
 
-
-# --- The calls of a script's own GradScaler in a steady run -----------------------------------------------------------------------
 
 # A step calls a GradScaler three times: ``scale``, ``step`` and ``update``. Outside the steady state each call is checked, wrapped twice
 # and recorded, which takes a seventh of a small model's step. In a steady run, the calls go straight to torch. A step then records only
@@ -249,14 +247,12 @@ def found_on_device(scaler: GradScaler, optimizer: Any) -> Tensor:
     return flag
 
 
-# --- Unscale all gradients of a backward pass in one call, if no code can see a scaled one --------------------------------------
-
 # A hook on every leaf (``backward``) costs two kernels and three Python calls per parameter. In a steady run most passes need none: if the
 # graph has only torch's own nodes and no hook of the script, no Python code runs before the pass has ended; and if the optimizer's
 # parameters had no gradients before, every gradient that the pass leaves is scaled. Then one call multiplies all gradients and sets one
-# flag, as in ``torch.amp.GradScaler``. Before the optimizer's step a second call checks the gradients again, since the script may have
-# changed them, and the flag is read. Every pass is checked: its graph is walked for its leaves, and a pass that does not qualify gets hooks.
-#
+# flag, as in ``torch.amp.GradScaler``. Before the optimizer's step a second call checks the gradients again, since the script may
+# have changed them, and the flag is read. Every pass is checked: its graph is walked for its leaves, and a pass that does not qualify
+# gets hooks.
 # An overflowed gradient stays infinite until then, as under GradScaler; a hook makes it NaN.
 
 _FP32 = FP32.dtype

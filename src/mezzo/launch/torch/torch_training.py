@@ -1,4 +1,4 @@
-"""What the process that runs a PyTorch script asks of its training: ``launch.frameworks.Training``."""
+"""What the process that runs a PyTorch script asks of its training: ``launch.training.Training``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
-from mezzo.launch.frameworks import StepLimit
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.torch.communication import refuse_join
@@ -17,6 +16,7 @@ from mezzo.launch.torch.digests import WeightsDigest
 from mezzo.launch.torch.own_amp import note_autocast_without_device
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.watching import Watch
+from mezzo.launch.training import StepLimit
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TorchTraining:
-    """A PyTorch script's training (``launch.frameworks.Training``)."""
+    """A PyTorch script's training (``launch.training.Training``)."""
 
     def __init__(
         self, run: TorchRun, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None

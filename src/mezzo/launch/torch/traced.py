@@ -207,9 +207,6 @@ def frames_of_script() -> tuple[list[Any], str]:
     return frames[::-1], libraries[0] if libraries else ""
 
 
-# --- Follow which samples a DataLoader drew for the batch that it delivered last, by their indices in the data set --------------
-
-
 class DrawnSamples:
     """The samples of the last batch."""
 
@@ -242,8 +239,6 @@ class DrawnSamples:
         self._last = drawn.popleft() if drawn else "", number
         return batch
 
-
-# --- Follow which files a script writes, and when: an audit hook sees writes from Python, patches see those of torch and safetensors ---
 
 # The latter two write in native code.
 

@@ -174,8 +174,6 @@ def watched(run: TorchRun, counted: CountedStep) -> Iterator[Watch]:
         patches.undo()
 
 
-# --- Time how long a PyTorch script waits for its data loaders, and for other processes in torch.distributed --------------------
-
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",

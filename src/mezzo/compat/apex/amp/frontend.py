@@ -177,8 +177,6 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         )
 
 
-# --- Models under a level: which ones ``initialize`` refuses, casts of weights and inputs, FP32 state dicts ---------------------
-
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 
 

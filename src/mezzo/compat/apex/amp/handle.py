@@ -1,4 +1,4 @@
-"""The casts of O1: ``initialize`` turns them on, and ``_amp_state.handle`` turns them off."""
+"""The casts of O1, with a user's own functions: ``initialize`` turns them on, and ``_amp_state.handle`` turns them off."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ def clear_cache() -> None:
     if _amp_state.handle is not None:
         _amp_state.handle.mode.clear()
 
-
-# --- A user's own functions in O1's lists: registered by module and name before ``initialize``, or decorated --------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 

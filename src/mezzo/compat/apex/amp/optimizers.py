@@ -223,9 +223,6 @@ def _check_formats(parameters: Iterable[Tensor]) -> None:
             )
 
 
-# --- ``scale_loss``: the context around every backward pass ---------------------------------------------------------------------
-
-
 @contextmanager
 def scale_loss(
     loss: Tensor,

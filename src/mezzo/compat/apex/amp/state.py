@@ -1,4 +1,4 @@
-"""The state that the parts of ``amp`` share: one object per process, as in Apex. Scripts read and set its attributes."""
+"""The state that the parts of ``amp`` share, levels and loss scales too: one object per process, as in Apex. Scripts set it, too."""
 
 from __future__ import annotations
 
@@ -96,8 +96,6 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
-
-# --- The optimization levels O0 to O3, and the changes that keywords may make to each ---------------------------------------------
 
 BRIEF = {
     "O0": "O0:  FP32 training, the baseline.",
@@ -198,8 +196,6 @@ _CHECKS: dict[str, Callable[[Properties, Any], Any]] = {
     "loss_scale": _loss_scale,
 }
 
-
-# --- Apex's loss scaler over the engine's scales --------------------------------------------------------------------------------
 
 # The scale is on the CPU: whether ``optimizer.step`` is skipped is decided in Python after every backward pass, so the
 # overflow flag has to reach the CPU anyway. One wait per backward pass; Apex without its CUDA extension had one per

@@ -176,8 +176,6 @@ def samplers_of(loader: Any) -> dict[str, Any]:
     return {f"sampler {number}": one for number, one in enumerate(own)}
 
 
-# --- Values that need no identity: written as JSON, read back equal and of the same type ----------------------------------------
-
 # JSON's own notation is kept for None, booleans, texts, floats and integers of a usual size; all others are lists that begin with a tag.
 # A list with a single number is a reference to an object (``walk``). Types, functions and modules are looked up by name. A module that only
 # the loop had imported is imported again, so a forged file can run what importing an installed module runs.

@@ -1,4 +1,4 @@
-"""Prove a run's first snapshot: a twin resumes it beside the run, and some updates later both must be in the same state.
+"""Which snapshots may be resumed: a twin resumes a run's first one beside the run, and some updates later both must be in the same state.
 
 The twin is a process of its own that works on copies (``mezzo.launch.twin``). If it differs, a second one tells whether the script
 repeats itself at all: what two twins have differently proves nothing. A run that could not be proven goes on, and says so; one that was

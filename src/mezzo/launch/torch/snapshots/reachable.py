@@ -221,8 +221,6 @@ def _module(kind: type) -> str:
     return str(kind.__module__) + "."
 
 
-# --- Settings of Python and of libraries that a training loop may change: a resumed run gets those that were changed ------------
-
 # Set-up makes its own settings again. The format of matrix products (TF32) is not among them: the run's policy sets it.
 
 _CUDNN: Any = torch.backends.cudnn

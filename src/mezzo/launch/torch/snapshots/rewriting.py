@@ -361,8 +361,6 @@ def codes_in(code: CodeType) -> Iterable[CodeType]:
             yield from codes_in(constant)
 
 
-# --- A file of the script as a syntax tree: its loops by number, its functions by place, and the statements around a position ---
-
 # A running frame knows the position of the instruction that it executes (``co_positions``, Python 3.11). From it follow the call or loop
 # that the frame is in, and the statements around that, from the outermost to the innermost: the way by which a new frame gets there again.
 

@@ -162,8 +162,6 @@ def _weights(contents: Any) -> Iterator[Any]:
     return (state["state"] for _, kind, state in contents["trained"] if kind == "module")
 
 
-# --- Change a run's policy between two steps ------------------------------------------------------------------------------------
-
 # The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. Two effects of the old
 # policy remain: the modules that it kept in FP32 stay in FP32, and the script's GradScalers stay off.
 

@@ -1,4 +1,4 @@
-"""Write what a script can reach as a table of objects, each once, with references between them.
+"""What a script can reach as a table of objects, each once, with references between them: written, and read back.
 
 A row is ``[kind, base, parts]``. ``base`` is the number of an object that set-up creates again, at the same place in the walk (the same
 attribute of the same object), and that is then changed in place: optimizers and closures hold it. It is -1 for a younger object, which is
@@ -337,10 +337,8 @@ def type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-# --- Create the objects of a snapshot, and give those that set-up has made again their saved states, in place -------------------
-
-# First every row gets its object: an existing one, or an empty new one. Then the states follow, so that cycles need no order: dicts and sets
-# after what their keys consist of, and iterators and passes over loaders last, because they look into other objects.
+# First every row gets its object: an existing one, or an empty new one. Then the states follow, so that cycles need no order: dicts and
+# sets after what their keys consist of, and iterators and passes over loaders last, because they look into other objects.
 
 
 class Restoration:

@@ -9,9 +9,9 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo.launch import frameworks
-from mezzo.launch.frameworks import StepLimit
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
+from mezzo.launch.training import StepLimit
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord
 from paths import SCRIPTS

@@ -1,4 +1,4 @@
-"""Shift every seed that a script sets, so that several runs of one script are independent.
+"""What the run of a script changes in every framework: its seeds, steps of its schedules, and the names that its models get.
 
 Seed k adds k to the values that the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
 ``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
@@ -87,8 +87,6 @@ class Shift:
         return value + self._by if isinstance(value, (int, np.integer)) else value
 
 
-# --- Find the script's name for the model that an optimizer trains, among the variables in scope where the optimizer is constructed ---
-
 # It is the name of the smallest model that has all of the optimizer's parameters: ``generator`` for ``Adam(generator.parameters())`` or
 # ``Adam(self.generator.parameters())``.
 
@@ -140,8 +138,6 @@ def _models_in_scope(variables: dict[str, Any], kind: type) -> Iterator[tuple[st
     else:
         yield from ((name, v) for name, v in getattr(owner, "__dict__", {}).items() if isinstance(v, kind))
 
-
-# --- Leave out the step of a learning rate schedule after a skipped update ------------------------------------------------------
 
 # A scheduler's step is left out if the only update since its last step was skipped. That affects schedules that step after every update,
 # and never one that steps after every epoch. Imports no framework: schedulers of all frameworks have a ``step``.
