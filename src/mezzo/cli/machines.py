@@ -52,8 +52,8 @@ def machine_of(engine: Engine, folder: Path) -> Machine:
 
 
 def _of_worker(engine: Engine, folder: Path) -> Facts:
-    from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.request import Request
+    from mezzo.launch.signals import stoppable
     from mezzo.measure.remote_facts import read_facts
 
     worker_folder = (folder / "worker").absolute()

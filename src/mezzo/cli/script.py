@@ -24,15 +24,14 @@ from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.words import resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
-from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.signals import Stop, stoppable
 from mezzo.readable import readable
 from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
-    from mezzo.launch.request import Request, StandIn
-    from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.request import Request, SnapshotRequest, StandIn
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
@@ -205,7 +204,7 @@ def check_supported(feature: str, target: str, *, as_module: bool) -> None:
     Raises:
         ScriptError: names the framework, those that are allowed, and what to do instead.
     """
-    from mezzo.launch.support.supported_commands import LIMITED, refusal, stage_of
+    from mezzo.launch.support import LIMITED, refusal, stage_of
 
     if feature in LIMITED:  # the framework is read from the script's files, which takes time
         refused = refusal(feature, stage_of(target, kind="module" if as_module else "script"), target=target)

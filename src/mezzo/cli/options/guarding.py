@@ -10,7 +10,7 @@ from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.request_parts import GuardRequest
+    from mezzo.launch.request import GuardRequest
     from mezzo.records import AlarmKind
 
 USUAL_REWINDS = 3
@@ -42,7 +42,7 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
         text: the value of ``--guard``.
         policy: the policy as typed.
     """
-    from mezzo.launch.request_parts import GuardRequest
+    from mezzo.launch.request import GuardRequest
 
     if text is None and script.framework != "torch":
         return None

@@ -8,7 +8,7 @@ from mezzo.cli.ranks import refuse_in_several
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.request_parts import ModelChanges
+    from mezzo.launch.request import ModelChanges
 
 
 def changes_of(
@@ -19,7 +19,7 @@ def changes_of(
     Raises:
         ScriptError: the models of this script cannot be changed.
     """
-    from mezzo.launch.request_parts import ModelChanges
+    from mezzo.launch.request import ModelChanges
 
     requested = {
         "--channels-last": channels_last,

@@ -14,7 +14,7 @@ from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.request import SnapshotRequest
     from mezzo.policy import Policy
 
 FOLDER = "snapshots"
@@ -44,8 +44,7 @@ def snapshot_request(
     script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
 ) -> SnapshotRequest | None:
     """Return the request for the run's snapshots; None if there is none. A resumed run continues in the folder of the earlier one."""
-    from mezzo.launch.request import policy_text
-    from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.request import SnapshotRequest, policy_text
 
     if snapshot is None and resume is None:
         return None

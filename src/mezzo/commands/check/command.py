@@ -22,7 +22,7 @@ from mezzo.cli.script import Script
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.errors import PolicyError, UsageError
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.check.offers import Offered
@@ -151,7 +151,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     from mezzo.commands.check.runs import Check
     from mezzo.gpus import find_gpu
     from mezzo.launch.runner import import_ahead
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.side_by_side import Waves
 
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)

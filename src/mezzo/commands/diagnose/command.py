@@ -12,7 +12,7 @@ from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.script import Script, run_and_finish
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 
 HELP = HelpPage(
     group="understand",

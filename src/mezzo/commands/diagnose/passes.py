@@ -26,10 +26,10 @@ from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known,
 from mezzo.commands.diagnose.where import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.frameworks import own_sources
-from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.several.compared_runs import named_arguments
+from mezzo.launch.several.side_by_side import named_arguments
+from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mezzo.cli import results
 from mezzo.commands.predict.traced import tracing
 from mezzo.errors import MezzoError
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script

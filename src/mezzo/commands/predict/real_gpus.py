@@ -10,7 +10,7 @@ from mezzo.cli import results
 from mezzo.cli.options.values import NONE, names_in
 from mezzo.cli.script import Script
 from mezzo.commands.predict.traced import tracing
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu

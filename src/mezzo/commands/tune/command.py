@@ -21,7 +21,7 @@ from mezzo.cli.script import Script
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial
@@ -244,7 +244,7 @@ def _tuning(
     from mezzo.commands.check.plan import MARGIN
     from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.side_by_side import Waves
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))

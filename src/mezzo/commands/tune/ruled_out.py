@@ -9,7 +9,7 @@ from mezzo.cli.budget import Budget
 from mezzo.cli.options.values import NONE
 from mezzo.cli.script import Script
 from mezzo.commands.predict.traced import tracing
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.configurations import Configuration
