@@ -465,7 +465,7 @@ REACHED: dict[str, int] = {
     "compat.apex.amp.state.CastsOfO1": 1,
     "compat.driven.Driven": 2,
     "engine.optimizers.one_pass.OnePass": 1,
-    "engine.progress.Progress": 5,
+    "engine.state.Progress": 5,
     "engine.scaling.DynamicScale": 1,
     "engine.scaling.NoScale": 1,
     "engine.window.Window": 3,
@@ -493,7 +493,7 @@ REACHED: dict[str, int] = {
     "observe.lint.scalers.Scalers": 1,
     "observe.nonfinite.evidence.Source": 10,
     "observe.nonfinite.propagation.InfinityTracer": 1,
-    "observe.nonfinite.recomputing.Recomputable": 1,
+    "observe.nonfinite.shadows.Recomputable": 1,
     "observe.observer.Observer": 1,
     "patching.regions.Regions": 1,
 }

@@ -70,7 +70,7 @@ def report(
 
 def _list_snapshots(folder: Path, *, show: bool, serve: bool) -> bool:
     """Print what the snapshots in ``folder`` hold; return whether it has any."""
-    from mezzo.engine.snapshots.listing import listing, snapshots_below
+    from mezzo.engine.snapshots.folder import listing, snapshots_below
 
     if not snapshots_below(folder):
         return False

@@ -19,10 +19,9 @@ from mezzo.launch.paddle.state import LayerNames, PaddleRun
 from mezzo.launch.paddle.surveys import finite
 from mezzo.launch.paddle.tape import StepObserver, TapedOperation
 from mezzo.launch.patches import Patches
-from mezzo.observe.limits import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
 from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Source, WrongGradient, write_evidence
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import LOST_BELOW, ROUNDOFFS, SHARE_BELOW, DiagnoseSettings
 from mezzo.records import RunRecord
 
 

@@ -31,9 +31,8 @@ from mezzo.launch.torch.trial_changes import make_changes
 from mezzo.launch.torch.watching import watched
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, script_line
-from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 
 

@@ -32,8 +32,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.registration import unwrapped
-from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import all_finite, trained_leaves
+from mezzo.engine.gradients import DirectPasses, all_finite, trained_leaves
 from mezzo.engine.matrix_units.emulation_nodes import stands_for
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
