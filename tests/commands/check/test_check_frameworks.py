@@ -14,7 +14,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.resuming import Finished
 from mezzo.launch.several.side_by_side import one_after_another
-from mezzo.launch.several.waves import Waves
+from mezzo.launch.several.resuming import Waves
 
 NAN = float("nan")
 

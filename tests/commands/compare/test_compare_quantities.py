@@ -22,8 +22,8 @@ from mezzo.commands.compare.quantities import (
     spread_of,
     unaveraged,
 )
-from mezzo.commands.compare.scales import Absolute, Proportion, Ratio, Scale
-from mezzo.commands.compare.verdicts import MAX_SEEDS, seeds_needed
+from mezzo.commands.compare.quantities import Absolute, Proportion, Ratio, Scale
+from mezzo.commands.compare.judge import MAX_SEEDS, seeds_needed
 from mezzo.records import Metric
 
 many = settings(max_examples=60, deadline=None)

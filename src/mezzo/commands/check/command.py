@@ -151,7 +151,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     from mezzo.commands.check.runs import Check
     from mezzo.gpus import find_gpu
     from mezzo.launch.runner import import_ahead
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.resuming import Waves
 
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)

@@ -22,7 +22,7 @@ from mezzo.commands.check.worth import simplest_first
 from mezzo.commands.compare.baseline import Baseline
 from mezzo.commands.compare.judge import compare
 from mezzo.commands.compare.pairing import grouped
-from mezzo.commands.compare.skips import WORTH_SAYING
+from mezzo.commands.compare.costs import WORTH_SAYING
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, CompareRecord, DiagnoseRecord, Effective, FallbackRecord, RangesRecord, RunRecord
 from mezzo.records.run import INSPECTING

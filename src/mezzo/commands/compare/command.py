@@ -215,7 +215,7 @@ def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | N
 
 def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
     """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
-    from mezzo.launch.several.compared_runs import folder_name
+    from mezzo.launch.several.resuming import folder_name
 
     folders: dict[str, str] = {}
     for text, entry in compared.items():
@@ -235,7 +235,7 @@ def _requests(
     since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    from mezzo.launch.several.compared_runs import named_arguments
+    from mezzo.launch.several.resuming import named_arguments
 
     texts, folders = [*compared], _folders(compared)
     requests = []

@@ -56,7 +56,7 @@ def fallback(
     continues a search that was stopped.
     """
     from mezzo.commands.fallback.runs import fallback_of_script
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.resuming import Waves
     from mezzo.policy import Policy
 
     judged = Policy.of(policy)

@@ -244,7 +244,7 @@ def _tuning(
     from mezzo.commands.check.plan import MARGIN
     from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.resuming import Waves
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))

@@ -16,9 +16,9 @@ from mezzo.commands.tune.speed import speed_of
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
+from mezzo.launch.several.resuming import GRACE_S, folder_name, named_arguments
 from mezzo.launch.several.resuming import Finished, finished_run
-from mezzo.launch.several.waves import Waves
+from mezzo.launch.several.resuming import Waves
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 

@@ -8,7 +8,7 @@ import pytest
 
 from mezzo.commands.diagnose import offers
 from mezzo.commands.diagnose.offers import Offer
-from mezzo.commands.diagnose.where import TrainingStyle, applies, written
+from mezzo.commands.diagnose.words import TrainingStyle, applies, written
 from mezzo.frameworks import keras
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
