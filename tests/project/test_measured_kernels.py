@@ -35,7 +35,7 @@ import predict_zoo
 from measure_kernels import kind_of, rows_of, write_trace
 from measure_zoo import Case
 from mezzo.gpus import GPUS
-from mezzo.measure.predict.constants import Constants
+from mezzo.measure.predict.time import Constants
 from mezzo.measure.predict.tape import CostedOperation, Shape
 from mezzo.measure.predict.time import Card, Columns, operation_bounds
 from predict_kernels import Call, joined, measured_calls, parts_of, predicted_calls

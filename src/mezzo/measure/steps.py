@@ -18,7 +18,7 @@ from mezzo.engine.guardrails.alarms import UpdateNumbers
 from mezzo.formats import FP32
 from mezzo.measure.live import Reports
 from mezzo.measure.plain_steps import known_scales
-from mezzo.measure.separate_losses import Owners, SeparateLosses
+from mezzo.measure.plain_steps import Owners, SeparateLosses
 from mezzo.measure.step_clock import Mark, StepClock
 from mezzo.records import Loss, Steps
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from mezzo.formats import FP32
-from mezzo.measure.effective import Counted
+from mezzo.measure.flops import Counted
 from mezzo.measure.flops import lowered
 
 Meta: TypeAlias = tuple[int, torch.dtype, int]

@@ -12,7 +12,7 @@ from scipy import stats
 
 import record_builders as build
 from mezzo.commands.tune.answer import BestTrial, answered
-from mezzo.commands.tune.configurations import Configuration, grid
+from mezzo.commands.tune.plan import Configuration, grid
 from mezzo.commands.tune.plan import (
     FINAL,
     SearchKnowledge,
@@ -23,7 +23,7 @@ from mezzo.commands.tune.plan import (
     next_trial,
     pruned,
 )
-from mezzo.commands.tune.speed import speed_of, speed_up
+from mezzo.commands.tune.plan import speed_of, speed_up
 from mezzo.records import (
     Effective,
     Memory,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.constants import Constants, family, fitted
+from mezzo.measure.predict.time import Constants, family, fitted
 from mezzo.measure.predict.step import Conditions
 from mezzo.measure.predict.tape import CostedOperation, Shape, TrainingTape
 from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds

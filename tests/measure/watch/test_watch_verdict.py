@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mezzo.measure.watch.rates import DeviceRates
+from mezzo.measure.watch.verdict import DeviceRates
 from mezzo.measure.watch.verdict import Loader, OperationWork, RunMeasurements, bottleneck, shares_of
 from mezzo.records import GpuUse
 

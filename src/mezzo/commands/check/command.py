@@ -25,7 +25,7 @@ from mezzo.errors import PolicyError, UsageError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.commands.check.offers import Offered
+    from mezzo.commands.check.conclusion import Offered
     from mezzo.commands.check.runs import Check, CheckSettings
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.side_by_side import Engine
@@ -178,7 +178,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 
 
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
-    from mezzo.commands.check.offers import BASELINE, THE_BASELINE, Offered, offered, own_amp
+    from mezzo.commands.check.conclusion import BASELINE, THE_BASELINE, Offered, offered, own_amp
     from mezzo.launch.frameworks import own_sources
 
     if opts.policies is None:
@@ -200,7 +200,7 @@ def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: li
 
 
 def _settings(opts: CheckOptions, offers: list[Offered], *, budget_s: float) -> CheckSettings:
-    from mezzo.commands.check.offers import tried
+    from mezzo.commands.check.conclusion import tried
     from mezzo.commands.check.runs import CheckSettings
 
     script = opts.script

@@ -21,7 +21,7 @@ from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
 from mezzo.cli.words import with_value
-from mezzo.commands.predict import real_gpus
+from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 from mezzo.report import formatting as fmt
@@ -110,7 +110,7 @@ def compare(
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     options.check_metric(metric)
-    failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
+    failing, cards = _failing(fail_on), traced.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
     compared = _with_checkpointed(_parse_policies(policies), checkpoint)
     _check_several(compared)
@@ -137,7 +137,7 @@ def compare(
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
             if not stop.stopped:
-                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, cards)})
+                record = record.model_copy(update={"real_gpus": traced.predicted_for(script, runs, cards)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:

@@ -16,7 +16,7 @@ from mezzo.cli.options.guarding import check_guard, guard_request
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.options.snapshots import check_snapshots, snapshot_request
 from mezzo.cli.script import Script, run_and_finish
-from mezzo.commands.predict.fitting import with_fits
+from mezzo.commands.predict.traced import with_fits
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mezzo.commands.tune.plan import FINAL, SearchKnowledge, Trial, expected_trials, fault, next_trial, steps_of
-from mezzo.commands.tune.speed import speed_of
+from mezzo.commands.tune.plan import speed_of
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.request_parts import ModelChanges

@@ -11,7 +11,7 @@ from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibration.calibrate import Calibration
-from mezzo.measure.predict.constants import fitted
+from mezzo.measure.predict.time import fitted
 from mezzo.measure.predict.memory.of_tape import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_HOPPER_BYTES,

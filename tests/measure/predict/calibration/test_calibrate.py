@@ -18,7 +18,7 @@ from mezzo.measure.predict.calibration.calibrate import (
     path_of,
     saved_calibration,
 )
-from mezzo.measure.predict.calibration.probes import Probe
+from mezzo.measure.predict.calibration.calibrate import Probe
 from mezzo.measure.predict.training import record_training
 
 

@@ -25,10 +25,10 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.inductor_graphs import COUNTED_BACKENDS, INDUCTOR, InductorGraphs
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
-from mezzo.measure.effective import Counted, effective
+from mezzo.measure.flops import Counted, effective
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import CudaPeaks
-from mezzo.measure.watch.operations import OperationTimes
+from mezzo.measure.watch.verdict import OperationTimes
 from mezzo.measure.watch.verdict import OperationWork
 from mezzo.records import Effective, Memory
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.model_names import name_in_scope
-from mezzo.measure.separate_losses import Owners
+from mezzo.measure.plain_steps import Owners
 
 _WALKED_UPDATES = 3
 _NAMED_UPDATES = 64

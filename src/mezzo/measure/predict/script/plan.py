@@ -14,8 +14,8 @@ from typing import Any
 from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.measure.predict.plan import Tapes
-from mezzo.measure.predict.script.data import MOST_OPERATIONS
-from mezzo.measure.predict.script.gpu import SIMULATED_GPU
+from mezzo.measure.predict.script.batches import MOST_OPERATIONS
+from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.cli.script import Script
-from mezzo.commands.predict.fitting import with_fits
+from mezzo.commands.predict.traced import with_fits
 from mezzo.records import OutOfMemory
 from record_builders import run_record
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.measure.watch.operations import OperationTimes
-from mezzo.measure.watch.rates import cpu_rates
+from mezzo.measure.watch.verdict import OperationTimes
+from mezzo.measure.watch.verdict import cpu_rates
 
 
 def test_operations_and_bytes_by_hand() -> None:

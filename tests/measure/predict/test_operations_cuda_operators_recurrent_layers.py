@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.script.batches import longest_sequences
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest

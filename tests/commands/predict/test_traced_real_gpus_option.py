@@ -13,7 +13,7 @@ import record_builders as build
 from mezzo import cli
 from mezzo.cli.script import Script
 from mezzo.commands.predict import real_gpus as module
-from mezzo.commands.predict.real_gpus import named_gpus, predicted_for
+from mezzo.commands.predict.traced import named_gpus, predicted_for
 from mezzo.errors import UsageError
 from mezzo.measure.predict import real_gpus as measured
 from mezzo.records import CompareRecord, RealGpus, RunRecord, read_record
@@ -92,7 +92,7 @@ def test_a_comparison_is_given_the_predictions_of_its_runs(monkeypatch: pytest.M
         given.append((script.target, [run.policy for run in runs], [gpu.name for gpu in gpus]))
         return build.real_gpus()
 
-    monkeypatch.setattr("mezzo.commands.predict.real_gpus.predicted_for", predicted)
+    monkeypatch.setattr("mezzo.commands.predict.traced.predicted_for", predicted)
     monkeypatch.setattr("mezzo.commands.compare.command.run_all", lambda *_, **__: _runs(**CPU))
     script = str(SCRIPTS / "plain.py")
     assert cli.main(["compare", "--policies", "fp32,bf16", "--gpus", "l4", "--out", str(tmp_path), script]) == 0

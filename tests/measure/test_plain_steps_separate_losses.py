@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers_launch import ran
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.torch_training import TorchTraining
-from mezzo.measure.separate_losses import SeparateLosses
+from mezzo.measure.plain_steps import SeparateLosses
 from mezzo.policy import Policy
 from mezzo.records import Loss, Steps
 
