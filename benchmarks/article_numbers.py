@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, report, with_table
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.memory.of_tape import CUBLAS_WORKSPACE_BYTES, DRIVER_BYTES, predict_memory
+from mezzo.measure.predict.tape_memory import CUBLAS_WORKSPACE_BYTES, DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.named import NamedModel, named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict
 from mezzo.records import Prediction

@@ -653,7 +653,7 @@ SENTENCES_READ = {
     "launch/torch/snapshots/functions.py": "kinds of parts in a snapshot's file",
     "launch/torch/snapshots/loops.py": "kinds of parts in a snapshot's file",
     "launch/torch/snapshots/restore.py": "kinds of parts in a snapshot's file",
-    "cli/help/shown.py": "the default in an option's help",
+    "cli/shown_help.py": "the default in an option's help",
     "cli/progress.py": "its own time, without the seconds",
     "commands/check/page.py": "the order of a page's lines",
 }

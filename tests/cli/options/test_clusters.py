@@ -9,9 +9,8 @@ import pytest
 
 from mezzo.cli.options.clusters import engine_of, named_cluster
 from mezzo.errors import UsageError
-from mezzo.launch.several.on_cluster import Ray
+from mezzo.launch.several.on_cluster import Ray, Slurm
 from mezzo.launch.several.side_by_side import one_after_another
-from mezzo.launch.several.on_cluster import Slurm
 
 
 @pytest.mark.parametrize("jobs", [None, 1])

@@ -12,10 +12,10 @@ from rich.console import Console
 import record_builders as build
 from mezzo import cli
 from mezzo.cli.script import Script
-from mezzo.commands.predict import real_gpus as module
+from mezzo.commands.predict import traced as module
 from mezzo.commands.predict.traced import named_gpus, predicted_for
 from mezzo.errors import UsageError
-from mezzo.measure.predict import real_gpus as measured
+from mezzo.measure.predict.script import plan as measured
 from mezzo.records import CompareRecord, RealGpus, RunRecord, read_record
 from mezzo.report.html import render_html
 from mezzo.report.terminal import render

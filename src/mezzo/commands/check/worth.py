@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mezzo.commands.compare.costs import SLOWER
-from mezzo.commands.compare.costs import WORTH_SAYING
+from mezzo.commands.compare.costs import SLOWER, WORTH_SAYING
 from mezzo.commands.compare.pairing import listed
 from mezzo.formats import TF32
 from mezzo.gpus import Gpu

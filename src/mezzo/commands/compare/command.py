@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.budget import seconds_of
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
-from mezzo.cli.options.model_changes import changes_of
+from mezzo.cli.options.shared import changes_of
+from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest

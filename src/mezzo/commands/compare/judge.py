@@ -31,13 +31,24 @@ import numpy as np
 from scipy import special
 
 from mezzo.commands.compare.baseline import Baseline
-from mezzo.commands.compare.costs import cost_notes, memory_ratio, time_facts, why_not_timed
-from mezzo.commands.compare.trends import loss_quantity
-from mezzo.commands.compare.pairing import LOSS, Group, Key, Pair, grouped, last_metric, losses_of, mean, title_of
+from mezzo.commands.compare.costs import cost_notes, memory_ratio, skip_note, time_facts, why_not_timed
+from mezzo.commands.compare.pairing import (
+    LOSS,
+    Group,
+    Key,
+    Pair,
+    grouped,
+    last_metric,
+    listed,
+    losses_of,
+    mean,
+    percent,
+    sentence,
+    short,
+    title_of,
+)
 from mezzo.commands.compare.quantities import PairStatistics, Quantity, spread_errors
-from mezzo.commands.compare.costs import skip_note
-from mezzo.commands.compare.trends import Fault
-from mezzo.commands.compare.pairing import listed, percent, sentence, short
+from mezzo.commands.compare.trends import Fault, loss_quantity
 from mezzo.errors import MezzoError, PolicyError, nearest
 from mezzo.records import CompareRecord, Row, RunRecord, Verdict
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:

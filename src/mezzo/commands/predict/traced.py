@@ -250,7 +250,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         job: how many GPUs train together.
         only_options: whether only the options decide the layout.
     """
-    from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+    from mezzo.measure.predict.tape_memory import DRIVER_BYTES
     from mezzo.records import Reason
 
     default = "--channels-last was not given" if only_options else "as the script stores its images"
@@ -345,7 +345,7 @@ def predicted_for(
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
-        from mezzo.measure.predict.real_gpus import (
+        from mezzo.measure.predict.script.plan import (
             real_gpus,
         )  # imports torch, as the other process does at the same time
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget, clock, seconds_of
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.values import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, value_after, with_value
-from mezzo.commands.tune.forecast import gpu_of, rule_out
+from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 

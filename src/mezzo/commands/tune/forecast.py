@@ -7,30 +7,17 @@ these change. A configuration that is ruled out has its reason in the record; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from mezzo.cli.budget import Budget
-from mezzo.cli.options.values import NONE
-from mezzo.cli.script import Script
-from mezzo.commands.predict.traced import tracing
 from mezzo.commands.tune.plan import Configuration
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
-from mezzo.launch.process.command_signals import stoppable
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.measure.predict.calibration.calibrate import calibration_of
-from mezzo.measure.predict.memory.of_tape import predict_memory
+from mezzo.measure.predict.calibrate import calibration_of
 from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
+from mezzo.measure.predict.tape_memory import predict_memory
 from mezzo.records import AS_IS, Reason
-
-if TYPE_CHECKING:
-    from mezzo.commands.tune.plan import Configuration
-    from mezzo.devices import Device
-    from mezzo.gpus import Gpu
-    from mezzo.records import Reason
-
 
 MEMORY_ERROR = 0.1
 """Share by which a predicted step must exceed the limit to be ruled out: 90% of measured peaks lie within it of their predictions."""
@@ -164,69 +151,3 @@ def not_predicted(configurations: Sequence[Configuration]) -> list[Reason]:
     named = [name for name, present in left.items() if present]
     why = "the predictor does not know what the script's own precision, torch.compile or checkpointing from outside change"
     return [Reason(what="never ruled out", value=", ".join(named), reason=why)] if named else []
-
-
-# --- The configurations of ``mezzo tune`` that predictions rule out before the first run ----------------------------------------
-
-_SHARE = 0.2
-"""The largest share of the budget that predictions may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuledOut:
-    """Configurations that are ruled out, and what was predicted."""
-
-    reasons: dict[Configuration, str] = field(default_factory=dict)
-    """The reason why each of these configurations is not run."""
-    notes: list[Reason] = field(default_factory=list)
-
-
-def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
-    """Return the GPU of ``--gpu`` or, without it, that of the runs; None for a CPU; a text that says why nothing is predicted."""
-    from mezzo.gpus import find_gpu
-
-    if option is not None:
-        return f"--gpu {NONE}" if isinstance(option, str) else option
-    if here.kind == "cpu":
-        return None
-    return find_gpu(here.name) or f"{here.name} is not in the predictor's table"
-
-
-def rule_out(
-    script: Script, configurations: list[Configuration], gpu: Gpu | str | None, limit_bytes: int | None, budget: Budget
-) -> RuledOut:
-    """Return the configurations that are predicted not to fit, or to be much slower on a GPU; ``limit_bytes`` is the value of ``--memory``.
-
-    On a CPU the time of scripts is not predicted, so without a limit there is nothing to predict.
-    """
-    from mezzo.records import Reason
-
-    if isinstance(gpu, str):
-        return RuledOut(notes=[Reason(what="predictions", value="none", reason=gpu)])
-    if gpu is None and limit_bytes is None:
-        why = "the time of scripts is predicted for GPUs only, and there is no --memory to limit this CPU"
-        return RuledOut(notes=[Reason(what="predictions", value="none", reason=why)])
-    where = "this CPU" if gpu is None else gpu.label
-    budget.say(f"predicting what fits on {where}" + ("" if gpu is None else ", and how fast it is"))
-    end_s = budget.spent_s + _SHARE * budget.seconds
-    with stoppable() as stop, stop.at_once(), tracing(script.target, as_module=script.as_module):
-        from mezzo.commands.tune.forecast import forecasts, not_predicted, ruled_out
-        from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
-
-        found, notes = forecasts(
-            script.target,
-            script.arguments or (),
-            configurations,
-            gpu=gpu,
-            as_module=script.as_module,
-            in_time=lambda: budget.spent_s < end_s,
-        )
-    limits = [limit_bytes, None if gpu is None else gpu.memory_bytes - DRIVER_BYTES]
-    limit = min((one for one in limits if one is not None), default=None)
-    reasons = ruled_out(found, limit_bytes=limit, where=where, now=configurations[0])
-    summary = Reason(
-        what="predictions",
-        value=f"{len(reasons)} of {len(configurations)} configurations are not run",
-        reason=f"{len(found)} were predicted for {where}",
-    )
-    return RuledOut(reasons=reasons, notes=[summary, *notes, *not_predicted(configurations)])

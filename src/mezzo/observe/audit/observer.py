@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.measure.flops import Counted
-from mezzo.measure.flops import OperandFormats
+from mezzo.measure.flops import Counted, OperandFormats
 from mezzo.observe.audit import kernels, merged, totals
 from mezzo.observe.audit.causes import FIXES
 from mezzo.observe.audit.findings import AuditedSteps, findings

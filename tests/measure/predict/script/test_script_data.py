@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mezzo.errors import ScriptError
-from mezzo.measure.predict.script import data as script_data
+from mezzo.measure.predict.script import batches as script_data
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.batches import SlowData
 from mezzo.measure.predict.script.plan import script_plan

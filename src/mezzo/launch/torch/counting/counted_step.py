@@ -25,11 +25,9 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.inductor_graphs import COUNTED_BACKENDS, INDUCTOR, InductorGraphs
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
-from mezzo.measure.flops import Counted, effective
-from mezzo.measure.flops import FlopCounter
+from mezzo.measure.flops import Counted, FlopCounter, effective
 from mezzo.measure.memory import CudaPeaks
-from mezzo.measure.watch.verdict import OperationTimes
-from mezzo.measure.watch.verdict import OperationWork
+from mezzo.measure.watch.verdict import OperationTimes, OperationWork
 from mezzo.records import Effective, Memory
 
 _UPDATES_MEASURED = 2  # the first successful update creates the optimizer's state

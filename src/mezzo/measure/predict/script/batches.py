@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
@@ -19,6 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.engine.casts.registration import unwrapped
+from mezzo.engine.loop_checks import in_fp32
+from mezzo.engine.session import Session
 
 
 class ScriptBatches:
@@ -245,3 +250,48 @@ def before_first_module(call: Callable[[], None]) -> Iterator[None]:
 
     with patch.object(nn.Module, "__init__", init):
         yield
+
+
+# --- A script's own mixed precision, left out while it is traced: each tape has the formats of its policy and no others ---------
+
+# A script's autocast would lower the tape of ``fp32`` as well. Its GradScaler reads whether gradients are finite, which traced
+# tensors cannot show, and would skip every step. A ``mezzo.Session`` does both. An ``autocast(enabled=False)`` stays: it keeps an
+# operation in FP32 under any policy.
+
+
+@contextmanager
+def own_amp_left_out() -> Iterator[None]:
+    """Turn off each autocast, GradScaler and session that the block makes or enters."""
+    with ExitStack() as stack:
+        for kind, name, wrapped in (
+            (autocast, "__enter__", _entered),
+            (autocast, "__exit__", _left),
+            (GradScaler, "__init__", _off),
+            (Session, "__init__", in_fp32),
+        ):
+            stack.enter_context(patch.object(kind, name, wrapped(getattr(kind, name))))
+        yield
+
+
+def _entered(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        return self if self._enabled else original(self)
+
+    return enter
+
+
+def _left(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> Any:
+        return None if self._enabled else original(self, *error)
+
+    return leave
+
+
+def _off(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        original(self, *args[:5], **{**settings, "enabled": False})
+
+    return init

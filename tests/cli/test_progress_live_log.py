@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from mezzo.cli.live_log import LiveLog, numbers_of
+from mezzo.cli.progress import LiveLog, numbers_of
 from mezzo.launch.progress import followed, reports_to, shown_on
 from mezzo.launch.request import Request
 from mezzo.measure.live import Latest

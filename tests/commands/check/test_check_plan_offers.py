@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.commands.check.conclusion import offered, tried
+from mezzo.commands.check.plan import offered, tried
 from mezzo.devices import Device
 from mezzo.gpus import GPUS
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.measure.predict.calibration import calibrate as module
-from mezzo.measure.predict.calibration.calibrate import (
+from mezzo.measure.predict import calibrate as module
+from mezzo.measure.predict.calibrate import (
+    Probe,
     Stopwatch,
     calibrate,
     device_name,
@@ -18,7 +19,6 @@ from mezzo.measure.predict.calibration.calibrate import (
     path_of,
     saved_calibration,
 )
-from mezzo.measure.predict.calibration.calibrate import Probe
 from mezzo.measure.predict.training import record_training
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mezzo import cli
-from mezzo.cli.options.snapshots import snapshot_request
 from mezzo.cli.script import Script
+from mezzo.commands.run.command import snapshot_request
 from mezzo.policy import Policy
 
 REFUSED = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.predict.calibration.calibrate import loss_of, probes
-from mezzo.measure.predict.calibration.rates import kind_of
+from mezzo.measure.predict.calibrate import loss_of, probes
+from mezzo.measure.predict.rates import kind_of
 from mezzo.measure.predict.training import record_training
 
 

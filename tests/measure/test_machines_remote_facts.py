@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.cli.machines import main, read_facts
 from mezzo.errors import RecordError
 from mezzo.measure.doctor import facts
-from mezzo.measure.remote_facts import main, read_facts
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

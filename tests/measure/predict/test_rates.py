@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.calibration.rates import (
+from mezzo.measure.predict.rates import (
     CostLine,
     MachineRates,
     TimedOperation,

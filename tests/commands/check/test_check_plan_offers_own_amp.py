@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.commands.check.conclusion import own_amp
+from mezzo.commands.check.plan import own_amp
 from paths import SCRIPTS
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict import real_gpus as module
-from mezzo.measure.predict.real_gpus import priced_as, real_gpus
+from mezzo.measure.predict.script import plan as module
 from mezzo.measure.predict.script import plan as script_plan
+from mezzo.measure.predict.script.plan import priced_as, real_gpus
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from paths import SCRIPTS

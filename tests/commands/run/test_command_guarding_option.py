@@ -10,9 +10,9 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.cli.options.guarding import guard_request
 from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
+from mezzo.commands.run.command import guard_request
 from paths import SCRIPTS
 
 REFUSED = [

@@ -26,8 +26,8 @@ from mezzo.devices import cpu_name, this_device
 from mezzo.formats import BF16, FP16
 from mezzo.gpus import GPUS, Gpu, find_gpu
 from mezzo.library_files import cache_home
-from mezzo.measure.predict.calibration.rates import CostLine, MachineRates, TimedOperation
 from mezzo.measure.predict.operations import operations_of
+from mezzo.measure.predict.rates import CostLine, MachineRates, TimedOperation
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import CostedOperation
 from mezzo.records import Prediction, Reason

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.memory.of_tape import MIB
-from mezzo.measure.predict.memory.of_tape import predict_memory
 from mezzo.measure.predict.plan import matrix_formats
 from mezzo.measure.predict.tape import MemoryBlock, TrainingTape
+from mezzo.measure.predict.tape_memory import MIB, predict_memory
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 

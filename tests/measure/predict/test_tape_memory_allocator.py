@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.memory.of_tape import (
+from mezzo.measure.predict.tape_memory import (
     MIB,
     CachingAllocator,
     SimulatedOutOfMemory,

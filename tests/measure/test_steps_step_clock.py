@@ -11,8 +11,7 @@ import torch
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.memory import CudaPeaks, Peaks
-from mezzo.measure.step_clock import StepClock
-from mezzo.measure.steps import StepRecorder
+from mezzo.measure.steps import StepClock, StepRecorder
 
 
 class Queue:
