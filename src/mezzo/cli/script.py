@@ -32,7 +32,7 @@ from mezzo.version import VERSION
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
     from mezzo.launch.request import Request, StandIn
-    from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.request_parts import ModelChanges, SnapshotRequest
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
@@ -255,6 +255,29 @@ def run_and_finish(
             record = run(request)
         script.finish(record, folder, after_script=True)
     return record, stop
+
+
+def changes_of(
+    script: Script, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
+) -> ModelChanges | None:
+    """Return the requested changes to the script's models; None if there are none.
+
+    Raises:
+        ScriptError: the models of this script cannot be changed.
+    """
+    from mezzo.launch.request_parts import ModelChanges
+
+    requested = {
+        "--channels-last": channels_last,
+        "--compile": compiles,
+        f"--checkpoint {checkpoint}": bool(checkpoint),
+    }
+    option = next((name for name, wanted in requested.items() if wanted), None)
+    if option is None:
+        return None
+    script.check_supported(option.split()[0])
+    refuse_in_several(option, hint="make the change in the script, before it makes its models parallel")
+    return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)
 
 
 # --- Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex ------------------------------

@@ -12,13 +12,10 @@ import typer
 from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options import completion, values
 from mezzo.cli.options.folders import check_folder
-from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
-    from mezzo.cli.script import Script
-    from mezzo.launch.request_parts import ModelChanges
     from mezzo.policy import Policy
 
 
@@ -159,29 +156,3 @@ def check_metric(pattern: str | None) -> None:
         ) from None
     if groups == 0:
         raise UsageError(f"--metric {pattern!r} has no group", hint=f"type: {with_value('--metric', _METRIC)}")
-
-
-# --- Options that change a script's models from outside, and the scripts that they apply to -------------------------------------
-
-
-def changes_of(
-    script: Script, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
-) -> ModelChanges | None:
-    """Return the requested changes to the script's models; None if there are none.
-
-    Raises:
-        ScriptError: the models of this script cannot be changed.
-    """
-    from mezzo.launch.request_parts import ModelChanges
-
-    requested = {
-        "--channels-last": channels_last,
-        "--compile": compiles,
-        f"--checkpoint {checkpoint}": bool(checkpoint),
-    }
-    option = next((name for name, wanted in requested.items() if wanted), None)
-    if option is None:
-        return None
-    script.check_supported(option.split()[0])
-    refuse_in_several(option, hint="make the change in the script, before it makes its models parallel")
-    return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)

@@ -14,10 +14,9 @@ from mezzo.cli import results
 from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
-from mezzo.cli.options.shared import changes_of
 from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
-from mezzo.cli.script import Script, finished_before
+from mezzo.cli.script import Script, changes_of, finished_before
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced

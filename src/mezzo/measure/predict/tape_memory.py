@@ -246,7 +246,8 @@ def bytes_by_kind(tape: TrainingTape, *, until: int, absent: Collection[int] = (
 
 # Matrix units work channels-last. For channels-first operands cuDNN makes "NCHW-to-NHWC transformations to call the Tensor Core
 # operations" (its documentation of formats), so the workspace contains input, weight and result a second time. A window of one point
-# needs none: such a convolution is a product of the weight with each image as it is stored. Nor do groups, which matrix units do not compute.
+# needs none: such a convolution is a product of the weight with each image as it is stored. Nor do groups, which matrix units do not
+# compute.
 #
 # When it may try its algorithms (``torch.backends.cudnn.benchmark``), the largest buffer among the usual ones is that of Winograd's,
 # kept apart from its products (NVIDIA's documentation calls it WINOGRAD_NONFUSED: "a significant workspace may be needed"). It contains
