@@ -460,7 +460,7 @@ def test_dtype_names_stay_in_their_files() -> None:
 REACH = re.compile(r"mezzo/(\S+?):\d+: error: mezzo\.(\S+)  \[reach\]")
 REACHED: dict[str, int] = {
     # class: how often another file sets one of its attributes or reads a private one
-    "cli.budget.Budget": 2,
+    "cli.options.values.Budget": 2,
     "compat.apex.amp.state.AmpState": 1,
     "compat.apex.amp.state.CastsOfO1": 1,
     "compat.driven.Driven": 2,
@@ -480,13 +480,13 @@ REACHED: dict[str, int] = {
     "commands.tune.runs.Tune": 1,
     "launch.torch.phase.Phase": 5,
     "launch.torch.open_update.OpenUpdate": 8,
-    "measure.effective.Counted": 5,
+    "measure.flops.Counted": 5,
     "measure.plain_steps.PlainSteps": 1,
     "measure.predict.recorder.Recorder": 22,
     "measure.predict.script.batches.ScriptBatches": 1,
     "measure.predict.tape.MemoryBlock": 2,
     "measure.predict.tape.TrainingTape": 8,
-    "measure.step_clock.StepClock": 2,
+    "measure.steps.StepClock": 1,
     "observe.audit.merged.AuditRow": 2,
     "observe.fallback.evidence.Measurements": 3,
     "observe.lint.gradients.GradientState": 22,
@@ -656,7 +656,7 @@ SENTENCES_READ = {
     "launch/torch/snapshots/functions.py": "kinds of parts in a snapshot's file",
     "launch/torch/snapshots/loops.py": "kinds of parts in a snapshot's file",
     "launch/torch/snapshots/walk.py": "kinds of parts in a snapshot's file",
-    "cli/help/shown.py": "the default in an option's help",
+    "cli/shown_help.py": "the default in an option's help",
     "cli/progress.py": "its own time, without the seconds",
     "commands/check/page.py": "the order of a page's lines",
 }

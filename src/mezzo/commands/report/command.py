@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import completion
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import check_folder
+from mezzo.cli.shown_help import HelpPage
 from mezzo.errors import UsageError
 
 HELP = HelpPage(

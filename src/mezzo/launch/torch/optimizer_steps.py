@@ -30,8 +30,7 @@ from mezzo.engine.processes.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.steady_state import EVERY_NORM
-from mezzo.measure.step_clock import STEPS_PER_CPU_READING
-from mezzo.measure.steps import STEPS_BETWEEN_NORMS
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS, STEPS_PER_CPU_READING
 from mezzo.observe.observer import Update
 
 Optimizer = torch.optim.Optimizer

@@ -17,7 +17,7 @@ from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.restoring import ExistingOptimizers
-from mezzo.measure.separate_losses import Owners
+from mezzo.measure.plain_steps import Owners
 from mezzo.observe.observer import ModuleTree
 
 
