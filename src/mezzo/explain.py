@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.formats import Recipe
-from mezzo.policyfields import PolicyFields
+from mezzo.policyfields import PolicyFields, recipe_of
 
 NOT_HONOURED = "not honoured"
 """The first words of a choice's value if a framework cannot do what the policy asks."""
@@ -72,8 +71,8 @@ def explain(policy: PolicyFields, device: Device | str) -> Choices:
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), weights(policy), loss_scale(policy)]
-    if policy.recipe is not None:
-        choices += [_recipe(policy.recipe), _fp8_speed(arithmetic)]
+    if policy.compute == "fp8":
+        choices += [_recipe(policy), _fp8_speed(arithmetic)]
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -100,7 +99,9 @@ def _compute(policy: PolicyFields, device: Device, arithmetic: str, why: str) ->
     return _choice("compute", f"{policy.compute}, {arithmetic} on {device.name}", why)
 
 
-def _recipe(recipe: Recipe) -> Choice:
+def _recipe(policy: PolicyFields) -> Choice:
+    recipe = recipe_of(policy)
+    assert recipe is not None
     value = f"{recipe.name}: operands {recipe.values.name}, gradients {recipe.gradients.name}"
     return _choice("fp8 recipe", value, recipe.reason)
 

@@ -107,11 +107,6 @@ class PolicyFields:
         return formats.FORMATS[stored]
 
     @property
-    def recipe(self) -> formats.Recipe | None:
-        """How linear layers compute in 8 bits; None if they do not."""
-        return formats.RECIPES[self.fp8_recipe, self.fp8_formats] if self.compute == "fp8" else None
-
-    @property
     def lowers(self) -> bool:
         """Whether any tensor is cast below FP32."""
         return self.casting != "none"
@@ -119,8 +114,9 @@ class PolicyFields:
     @property
     def required_formats(self) -> tuple[formats.Format, ...]:
         """The formats that the device has to compute in."""
-        if self.recipe is not None:
-            return self.recipe.values, self.recipe.gradients
+        recipe = recipe_of(self)
+        if recipe is not None:
+            return recipe.values, recipe.gradients
         return (formats.FORMATS[self.compute],)
 
     def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
@@ -153,6 +149,11 @@ class PolicyFields:
             )
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"
+
+
+def recipe_of(policy: PolicyFields) -> formats.Recipe | None:
+    """Return how linear layers compute in 8 bits under ``policy``; None if they do not."""
+    return formats.RECIPES[policy.fp8_recipe, policy.fp8_formats] if policy.compute == "fp8" else None
 
 
 def check_policy(policy: PolicyFields) -> None:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, cast
 import typer
 from typer.main import get_command
 
-from mezzo.cli.help.shown import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
 from mezzo.cli.script import with_groups
+from mezzo.cli.shown_help import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.commands.audit import command as audit
 from mezzo.commands.check import command as check
@@ -28,8 +28,8 @@ from mezzo.commands.run import command as run
 from mezzo.commands.tune import command as tune
 from mezzo.commands.watch import command as watch
 from mezzo.errors import MezzoError
-from mezzo.launch.process.command_signals import Stopped
-from mezzo.launch.ranks.torchrun_error import REASON
+from mezzo.launch.ranks.launched import REASON
+from mezzo.launch.signals import Stopped
 from mezzo.secrets import hidden_text, secrets_among
 from mezzo.version import VERSION
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import in_fp32, module_names, wrap
 from mezzo.engine.scaling import Scale
-from mezzo.measure.effective import Counted, effective
+from mezzo.measure.flops import Counted, effective
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.settings import StopScript

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from mezzo.formats import FP32
-from mezzo.measure.effective import Counted
-from mezzo.measure.flops import lowered
+from mezzo.measure.flops import Counted, lowered
 
 Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""

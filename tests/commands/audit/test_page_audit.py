@@ -31,8 +31,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Nothing, TreeChart, TreeNode
 from mezzo.report.html import render_html, source_lines
-from mezzo.report.pages import page_of
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages import finding_section, page_of
 from mezzo.report.sections import FactTable
 from mezzo.report.terminal import render
 

@@ -64,8 +64,7 @@ def named_cluster(text: str) -> Cluster:
     Raises:
         UsageError: it is unknown, an option is not valid, or its library or Slurm is missing.
     """
-    from mezzo.launch.several.ray_cluster import Ray
-    from mezzo.launch.several.slurm import Slurm
+    from mezzo.launch.several.on_cluster import Ray, Slurm
 
     name, _, rest = text.partition(":")
     if name not in _LIBRARIES:

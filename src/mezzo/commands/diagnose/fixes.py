@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mezzo import oplists
 from mezzo.commands.diagnose import offers as lines
 from mezzo.commands.diagnose.offers import DOMAINS, NO_ROOT, Offer
-from mezzo.commands.diagnose.where import TrainingStyle, applies, written
+from mezzo.commands.diagnose.words import TrainingStyle, applies, written
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.module_names import outermost

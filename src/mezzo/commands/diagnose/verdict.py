@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 from mezzo.commands.diagnose import fixes, words
 from mezzo.commands.diagnose.fixes import Tried
 from mezzo.commands.diagnose.offers import Offer
-from mezzo.commands.diagnose.where import TrainingStyle
+from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord
@@ -56,7 +55,7 @@ def fallback(
     continues a search that was stopped.
     """
     from mezzo.commands.fallback.runs import fallback_of_script
-    from mezzo.launch.several.waves import Waves
+    from mezzo.launch.several.resuming import Waves
     from mezzo.policy import Policy
 
     judged = Policy.of(policy)

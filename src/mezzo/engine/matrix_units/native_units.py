@@ -35,6 +35,7 @@ from mezzo.errors import UnsupportedFormatError
 from mezzo.explain import Choice
 from mezzo.formats import FP32, FP64, Recipe
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 
 _MULTIPLE = 16
 SizeFault = Literal["not multiples", "too small"]
@@ -96,7 +97,7 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    recipe = policy.recipe
+    recipe = recipe_of(policy)
     fault = None if recipe is None else fault_of_sizes(layer.out_features, layer.in_features, recipe)
     if recipe is None or fault is None:
         return None

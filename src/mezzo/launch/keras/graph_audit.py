@@ -46,7 +46,7 @@ class _Audited(merged.AuditRow):
 
 
 class GraphAudit:
-    """The audit of one traced step (``launch.frameworks.Watching``)."""
+    """The audit of one traced step (``launch.training.Watching``)."""
 
     compiles = False
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.measure.effective import Counted
-from mezzo.measure.flops import OperandFormats
+from mezzo.measure.flops import Counted, OperandFormats
 from mezzo.observe.audit import kernels, merged
 from mezzo.observe.audit.causes import FIXES, Why, is_wide, lowers, shape_of, why_wide
 from mezzo.observe.audit.findings import AuditedSteps, findings

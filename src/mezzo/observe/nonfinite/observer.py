@@ -26,8 +26,7 @@ from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.errors import MezzoError
-from mezzo.measure.effective import Counted
-from mezzo.measure.flops import OperandFormats
+from mezzo.measure.flops import Counted, OperandFormats
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import (
     Evidence,

@@ -28,17 +28,16 @@ from mezzo.engine.snapshots.folder import Folder, saved_in
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
+from mezzo.launch.request import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.kinds import SAVERS
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
-from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
-from mezzo.launch.torch.snapshots.restore import sampler_states
+from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, choose_start, mark_disproven
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
-from mezzo.launch.torch.snapshots.starting import choose_start
 from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
+from mezzo.launch.torch.snapshots.walk import sampler_states
 from mezzo.launch.torch.state import TorchRun
 from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
