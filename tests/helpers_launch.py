@@ -19,7 +19,7 @@ from unittest import mock
 from mezzo.launch import child, runner
 from mezzo.launch.progress import read_latest
 from mezzo.launch.request import Request
-from mezzo.launch.several.side_by_side import OneAfterAnother
+from mezzo.launch.side_by_side import OneAfterAnother
 from mezzo.launch.torch import switched
 from mezzo.measure.live import Latest
 from mezzo.policy import Policy

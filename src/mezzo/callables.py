@@ -22,9 +22,8 @@ from mezzo.commands.fallback.trials import Ahead
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
-from mezzo.launch.torch import training
-from mezzo.launch.torch.restoring import amp_off, find_premade, state_restored
-from mezzo.launch.torch.torch_training import TorchTraining
+from mezzo.launch.torch import TorchTraining, training
+from mezzo.launch.torch.script_objects import amp_off, find_premade, state_restored
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.kernels import KernelWatch

@@ -10,9 +10,9 @@ import pytest
 from mezzo.cli.machines import check_times, how_placed, machine_of, name_of
 from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
+from mezzo.launch.on_cluster import OnCluster
 from mezzo.launch.request import Request
-from mezzo.launch.several.on_cluster import OnCluster
-from mezzo.launch.several.side_by_side import Ended, SideBySide, Slot, one_after_another
+from mezzo.launch.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
 from mezzo.measure.remote_facts import TypeAdapter
 from mezzo.records import Placement

@@ -11,7 +11,7 @@ from mezzo.errors import ScriptError, UsageError
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
-    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.launch.side_by_side import Engine
     from mezzo.measure.doctor import Facts
     from mezzo.records import Reason
 

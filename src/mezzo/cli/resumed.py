@@ -11,7 +11,7 @@ from mezzo.cli.words import RESUME
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
-    from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.resuming import Finished
 
 
 def finished_before(
@@ -29,7 +29,7 @@ def finished_before(
     Raises:
         UsageError: ``--resume`` was typed, and there is nothing to continue, or it was a different script.
     """
-    from mezzo.launch.several.resuming import Finished
+    from mezzo.launch.resuming import Finished
 
     options = {name.replace("_", "-"): value for name, value in identity.items()}
     finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))

@@ -17,7 +17,7 @@ from mezzo import cli
 from mezzo.cli.script import Script
 from mezzo.commands.compare import command as command
 from mezzo.launch.request import Request
-from mezzo.launch.several.side_by_side import one_after_another
+from mezzo.launch.side_by_side import one_after_another
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record

@@ -11,7 +11,7 @@ from helpers_compare import falling, run
 from mezzo.commands.tune.configurations import Configuration
 from mezzo.commands.tune.plan import SearchKnowledge, Trial
 from mezzo.commands.tune.runs import Tune
-from mezzo.launch.several.resuming import Finished
+from mezzo.launch.resuming import Finished
 from mezzo.launch.signals import stoppable
 from mezzo.records import AS_IS, AnyRecord, RunRecord, write_record
 

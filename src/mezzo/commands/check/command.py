@@ -27,8 +27,8 @@ from mezzo.launch.signals import Stopped, stoppable
 if TYPE_CHECKING:
     from mezzo.commands.check.offers import Offered
     from mezzo.commands.check.runs import Check, CheckSettings
-    from mezzo.launch.several.resuming import Finished
-    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.launch.resuming import Finished
+    from mezzo.launch.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import CheckRecord
 
@@ -151,7 +151,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     from mezzo.commands.check.runs import Check
     from mezzo.gpus import find_gpu
     from mezzo.launch.runner import import_ahead
-    from mezzo.launch.several.side_by_side import Waves
+    from mezzo.launch.side_by_side import Waves
 
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)

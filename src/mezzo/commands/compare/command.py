@@ -28,8 +28,8 @@ from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
-    from mezzo.launch.several.resuming import Finished
-    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.launch.resuming import Finished
+    from mezzo.launch.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import Row, RunRecord
 
@@ -119,8 +119,8 @@ def compare(
     script.check(*(entry.policy for entry in compared.values()))
 
     from mezzo.commands.compare.judge import compare as judge
-    from mezzo.launch.several.resuming import with_digest  # scipy and more: only once the command line is right
-    from mezzo.launch.several.side_by_side import one_after_another
+    from mezzo.launch.resuming import with_digest  # scipy and more: only once the command line is right
+    from mezzo.launch.side_by_side import one_after_another
 
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
@@ -215,7 +215,7 @@ def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | N
 
 def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
     """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
-    from mezzo.launch.several.side_by_side import folder_name
+    from mezzo.launch.side_by_side import folder_name
 
     folders: dict[str, str] = {}
     for text, entry in compared.items():
@@ -235,7 +235,7 @@ def _requests(
     since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    from mezzo.launch.several.side_by_side import named_arguments
+    from mezzo.launch.side_by_side import named_arguments
 
     texts, folders = [*compared], _folders(compared)
     requests = []
@@ -290,7 +290,7 @@ def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **set
 
 def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Request]]:
     """Return the records of runs that are finished, and the requests of those that are not."""
-    from mezzo.launch.several.resuming import finished_run
+    from mezzo.launch.resuming import finished_run
 
     pairs = [(request, finished_run(request)) for request in requests]
     runs = [record for _, record in pairs if record is not None]

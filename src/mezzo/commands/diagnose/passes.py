@@ -28,7 +28,7 @@ from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.frameworks import own_sources
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.several.side_by_side import named_arguments
+from mezzo.launch.side_by_side import named_arguments
 from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence

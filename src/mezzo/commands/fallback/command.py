@@ -56,7 +56,7 @@ def fallback(
     continues a search that was stopped.
     """
     from mezzo.commands.fallback.runs import fallback_of_script
-    from mezzo.launch.several.side_by_side import Waves
+    from mezzo.launch.side_by_side import Waves
     from mezzo.policy import Policy
 
     judged = Policy.of(policy)

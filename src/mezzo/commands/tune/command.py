@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mezzo.commands.tune.configurations import Changes, Configuration
     from mezzo.commands.tune.runs import Tune
     from mezzo.devices import Device
-    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.launch.side_by_side import Engine
     from mezzo.records import Reason, RunRecord, TuneRecord
 
 HELP = HelpPage(
@@ -244,7 +244,7 @@ def _tuning(
     from mezzo.commands.check.plan import MARGIN
     from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
-    from mezzo.launch.several.side_by_side import Waves
+    from mezzo.launch.side_by_side import Waves
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))

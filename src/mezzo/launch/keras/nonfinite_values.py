@@ -24,7 +24,7 @@ from mezzo.errors import ScriptError
 from mezzo.formats import FORMAT_NAMES, FORMATS, FP32, STORED_BYTES
 from mezzo.launch.keras.eager_values import EagerValues
 from mezzo.launch.keras.layers import inner_layers, keep_fp32
-from mezzo.launch.keras.own_operations import own_operations
+from mezzo.launch.keras.on_tensorflow import own_operations
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.keras.updates import LayerScale, PolicyScale
 from mezzo.launch.patches import Patches

@@ -21,7 +21,7 @@ import paddle
 from mezzo.formats import FORMATS, FP32, FP64
 from mezzo.frameworks import paddle as paddle_policy
 from mezzo.launch.paddle.backward import observe_gradient
-from mezzo.launch.paddle.lost_values import public_name
+from mezzo.launch.paddle.nonfinite_values import public_name
 from mezzo.launch.paddle.operations import argument, flops_of, is_product, operands_that_need_gradients
 from mezzo.launch.paddle.state import LayerNames, PaddleRun
 from mezzo.launch.paddle.surveys import format_name

@@ -20,12 +20,11 @@ from mezzo.errors import ScriptError
 from mezzo.formats import FP32
 from mezzo.frameworks.paddle import explain_run, to_paddle
 from mezzo.launch.any_script import Shift, shift_python
-from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.backward import BackwardPasses, Updates
 from mezzo.launch.paddle.operations import CountedStep, Operations
 from mezzo.launch.paddle.state import PaddleRun, mapped, this_device
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.paddle.tape import StepObserver, refuse_static_graphs
-from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
 from mezzo.launch.support import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver

@@ -39,8 +39,8 @@ from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.communication import Communication
-from mezzo.launch.torch.passed import WITHOUT_MODE_CHECK, given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.launch.torch.state import TorchRun
+from mezzo.launch.torch.update_losses import WITHOUT_MODE_CHECK, given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.observe.source_lines import own_line
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mezzo.launch.torch.snapshots import arrays, functions, iterators
+from mezzo.launch.torch.snapshots import arrays, functions
 from mezzo.launch.torch.snapshots.known_types import (
     ABSENT,
     NOT_SAVED,
@@ -299,9 +299,9 @@ _EXACT: dict[type, Saver] = {
     **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak_container),
     type(threading.Lock()): lambda walk, value: functions.call(walk, "Lock", {}),
     _RLOCK: lambda walk, value: functions.call(walk, "RLock", {}),
-    **dict.fromkeys(iterators.ITERATOR_TYPES, iterators.iterator),
-    iterators.TqdmIterator: _object,
-    iterators.OwnIterator: _object,
+    **dict.fromkeys(functions.ITERATOR_TYPES, functions.iterator),
+    functions.TqdmIterator: _object,
+    functions.OwnIterator: _object,
 }
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _DERIVED: list[tuple[Any, Saver]] = [
@@ -312,7 +312,7 @@ _DERIVED: list[tuple[Any, Saver]] = [
     (np.ndarray, arrays.array),
     (_GENERATORS, arrays.random_generator),
     (type, functions.own_class),
-    (_BaseDataLoaderIter, iterators.loader_pass),
+    (_BaseDataLoaderIter, functions.loader_pass),
     (io.IOBase, _file),
     (threading.Thread, lambda walk, value: walk.unchanged(value, "threads cannot be saved")),
 ]
@@ -344,7 +344,7 @@ def is_replaced(value: Any, files: OwnFiles) -> bool:
     """Return whether an object is made anew in a resumed run, because its position cannot be set in place."""
     if isinstance(value, types.GeneratorType):
         return files.has(value.gi_code)
-    return type(value) in iterators.POSITIONS or isinstance(value, _BaseDataLoaderIter)
+    return type(value) in functions.POSITIONS or isinstance(value, _BaseDataLoaderIter)
 
 
 _TABLE: dict[str, Kind] = {
@@ -366,6 +366,6 @@ _TABLE: dict[str, Kind] = {
     "opaque": Kind(),
     "left out": Kind(),
 }
-KINDS = _TABLE | arrays.KINDS | functions.KINDS | iterators.KINDS
+KINDS = _TABLE | arrays.KINDS | functions.KINDS
 """By the names that rows have."""
 SAVERS = Savers(saver_of, is_replaced)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mezzo.errors import NotSavable, SnapshotError
-from mezzo.launch.torch.snapshots.iterators import iterator_of
+from mezzo.launch.torch.snapshots.functions import iterator_of
 from mezzo.launch.torch.snapshots.kinds import KINDS, SAVERS
 from mezzo.launch.torch.snapshots.reachable import apply_settings, changed_since, digests_of, settings_now
 from mezzo.launch.torch.snapshots.rewriting import (

@@ -30,7 +30,7 @@ from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
-from mezzo.launch.torch.snapshots.iterators import install_passes
+from mezzo.launch.torch.snapshots.functions import install_passes
 from mezzo.launch.torch.snapshots.kinds import SAVERS
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, choose_start, mark_disproven

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.several.resuming import LEDGER, Finished
+from mezzo.launch.resuming import LEDGER, Finished
 from mezzo.records import write_record
 from record_builders import run_record
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.launch.request import Request
-from mezzo.launch.several.side_by_side import Ended, Waves, output_of, run_label
+from mezzo.launch.side_by_side import Ended, Waves, output_of, run_label
 from mezzo.launch.signals import Stopped, stoppable
 from mezzo.records import AnyRecord, RunRecord
 from record_builders import run_record

@@ -25,7 +25,7 @@ from typing import Protocol
 from mezzo.errors import UsageError
 from mezzo.launch import runner
 from mezzo.launch.request import Request
-from mezzo.launch.several.resuming import with_digest
+from mezzo.launch.resuming import with_digest
 from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.measure.environment import usable_cores
 from mezzo.records import AnyRecord, Placement, RunRecord, record_at
