@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mezzo.measure.predict.constants import fitted
+from mezzo.measure.predict.time import fitted
 from predict_plot import plot
 from predict_rows import Measured, held_out, ratios, read
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mezzo.measure.predict.calibration.calibrate import calibrate, device_name, least_seconds, saved_calibration
+from mezzo.measure.predict.calibrate import calibrate, device_name, least_seconds, saved_calibration
 from mezzo.measure.predict.named import import_library
 from mezzo.measure.predict.training import record_training
 

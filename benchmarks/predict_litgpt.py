@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mezzo.measure.predict.memory.of_tape import PredictedMemory, predict_memory
+from mezzo.measure.predict.tape_memory import PredictedMemory, predict_memory
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 from predict_models import NotBuilt

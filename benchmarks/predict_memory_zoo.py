@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+from mezzo.measure.predict.tape_memory import DRIVER_BYTES
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy

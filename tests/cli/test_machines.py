@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.cli.machines import check_times, how_placed, machine_of, name_of
+from mezzo.cli.machines import TypeAdapter, check_times, how_placed, machine_of, name_of
 from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.on_cluster import OnCluster
 from mezzo.launch.request import Request
 from mezzo.launch.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
-from mezzo.measure.remote_facts import TypeAdapter
 from mezzo.records import Placement
 from record_builders import run_record
 
@@ -37,7 +36,7 @@ class Worker(OnCluster):
 
     def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
         (request,) = requests
-        assert request.target == "mezzo.measure.remote_facts"
+        assert request.target == "mezzo.cli.machines"
         file = Path(request.arguments[0])
         assert file.is_absolute()
         if self._says is not None:

@@ -13,12 +13,11 @@ import pytest
 from typer.main import get_command
 
 from mezzo import cli
-from mezzo.cli.help.metavars import EXAMPLES
-from mezzo.cli.help.renamed import COMMANDS as OTHER_COMMANDS
-from mezzo.cli.help.renamed import OTHER_NAMES, RENAMED
-from mezzo.cli.help.shown import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.options import values
 from mezzo.cli.parser import app
+from mezzo.cli.shown_help import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
+from mezzo.cli.vocabulary import COMMANDS as OTHER_COMMANDS
+from mezzo.cli.vocabulary import EXAMPLES, OTHER_NAMES, RENAMED
 from mezzo.cli.words import WORDS
 from mezzo.measure.predict import named
 from mezzo.policy import PRESETS, Policy

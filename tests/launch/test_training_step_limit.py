@@ -12,7 +12,7 @@ from mezzo.launch import frameworks
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.training import StepLimit
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 

@@ -35,9 +35,8 @@ import predict_zoo
 from measure_kernels import kind_of, rows_of, write_trace
 from measure_zoo import Case
 from mezzo.gpus import GPUS
-from mezzo.measure.predict.constants import Constants
 from mezzo.measure.predict.tape import CostedOperation, Shape
-from mezzo.measure.predict.time import Card, Columns, operation_bounds
+from mezzo.measure.predict.time import Card, Columns, Constants, operation_bounds
 from predict_kernels import Call, joined, measured_calls, parts_of, predicted_calls
 
 RESULTS = ROOT / "benchmarks" / "results" / "h100"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.predict.memory.of_tape import predict_memory
 from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.tape_memory import predict_memory
 from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():

@@ -215,7 +215,7 @@ def test_another_command_gets_every_option_that_it_has_too_or_there_is_a_reason(
 
 WRITERS = {
     # the files that write words as a shell line, and which command that is
-    "cli/live_log.py": "the command as typed, for a tracker",
+    "cli/progress.py": "the command as typed, for a tracker",
     "commands/check/patches.py": "patch(1)",
     "commands/report/command.py": "mezzo report on the folder as typed",
     "cli/results.py": "mezzo report on the record",
@@ -226,7 +226,7 @@ WRITERS = {
     "cli/words.py": "the words as typed, with the folder",
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
-    "report/pages/shared.py": "the command as typed",
+    "report/pages.py": "the command as typed",
     "report/log_entries.py": "the command as typed, for a tracker",
     "commands/compare/page.py": "the command as typed, for a tracker",
     "launch/ranks/meeting.py": "the commands of two processes that are not the same",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mezzo.errors import ScriptError, UsageError
+from mezzo.errors import RecordError, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from mezzo.measure.doctor import Facts
     from mezzo.records import Reason
 
-_PROGRAM = "mezzo.measure.remote_facts"
+
+_PROGRAM = "mezzo.cli.machines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,6 @@ def machine_of(engine: Engine, folder: Path) -> Machine:
 def _of_worker(engine: Engine, folder: Path) -> Facts:
     from mezzo.launch.request import Request
     from mezzo.launch.signals import stoppable
-    from mezzo.measure.remote_facts import read_facts
 
     worker_folder = (folder / "worker").absolute()
     facts_file = worker_folder / "facts.json"
@@ -111,3 +113,43 @@ def how_placed(engine: Engine) -> list[Reason]:
         return []
     share = "a GPU of its own" if engine.gives_gpus else "its share of the CPU's threads"
     return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {share}")]
+
+
+# --- remote facts ----------------------------------------------------------------------------------------------------------------
+
+# What another machine can compute: ``python -m mezzo.cli.machines FILE`` writes it to a file there, ``read_facts`` reads it here.
+#
+# Importing this module imports no torch; running it does.
+
+
+def read_facts(path: Path) -> Facts:
+    """Return the facts in a file.
+
+    Raises:
+        RecordError: the file is missing, or contains something else.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from mezzo.measure.doctor import Facts
+
+    try:
+        return TypeAdapter(Facts).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise RecordError(
+            f"{path} does not describe what the machine can compute: {type(error).__name__}",
+            hint="type the command again; if that does not help, mezzo doctor on that machine shows why",
+        ) from None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the facts of this machine to the file that the first argument names."""
+    from pydantic import TypeAdapter
+
+    from mezzo.measure.doctor import Facts, facts
+    from mezzo.records.files import write_whole
+
+    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(arguments[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -11,8 +11,8 @@ from typing import Annotated, Any, cast
 import typer
 from typer.main import get_command
 
-from mezzo.cli.help.shown import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
 from mezzo.cli.script import with_groups
+from mezzo.cli.shown_help import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.commands.audit import command as audit
 from mezzo.commands.check import command as check

@@ -22,7 +22,8 @@ from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
-from mezzo.cli.words import resuming, target_of, typed, typed_before
+from mezzo.cli.ranks import refuse_in_several
+from mezzo.cli.words import RESUME, resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
 from mezzo.launch.signals import Stop, stoppable
 from mezzo.readable import readable
@@ -31,7 +32,8 @@ from mezzo.version import VERSION
 
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
-    from mezzo.launch.request import Request, SnapshotRequest, StandIn
+    from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
+    from mezzo.launch.resuming import Finished
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
@@ -255,6 +257,29 @@ def run_and_finish(
     return record, stop
 
 
+def changes_of(
+    script: Script, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
+) -> ModelChanges | None:
+    """Return the requested changes to the script's models; None if there are none.
+
+    Raises:
+        ScriptError: the models of this script cannot be changed.
+    """
+    from mezzo.launch.request import ModelChanges
+
+    requested = {
+        "--channels-last": channels_last,
+        "--compile": compiles,
+        f"--checkpoint {checkpoint}": bool(checkpoint),
+    }
+    option = next((name for name, wanted in requested.items() if wanted), None)
+    if option is None:
+        return None
+    script.check_supported(option.split()[0])
+    refuse_in_several(option, hint="make the change in the script, before it makes its models parallel")
+    return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)
+
+
 # --- Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex ------------------------------
 
 _RUNS = "mezzo.compat.apex"
@@ -297,3 +322,40 @@ def _under_fp16(target: Target) -> list[str]:
 
     words = [word.replace(AS_IS, "fp16") for word in target.typed]
     return words if words != list(target.typed) else [*words, "--policy", "fp16"]
+
+
+# --- ``--resume``: a command of several runs continues in its folder, and runs only what is missing or failed there -------------
+
+
+def finished_before(
+    script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str
+) -> Finished:
+    """Return what an earlier command finished in the folder; empty, with the reason printed, if that was a different command.
+
+    Args:
+        script: the script, as it was typed.
+        folder: the command's folder.
+        what: a name for the command's work: ``check``, ``comparison`` or ``search``.
+        say: prints a line.
+        identity: options of the command that must not have changed.
+
+    Raises:
+        UsageError: ``--resume`` was typed, and there is nothing to continue, or it was a different script.
+    """
+    from mezzo.launch.resuming import Finished
+
+    options = {name.replace("_", "-"): value for name, value in identity.items()}
+    finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))
+    if script.resume and finished.why_restart:
+        raise UsageError(
+            f"{RESUME} cannot continue in {folder}: {finished.why_restart}",
+            hint=f"leave out {RESUME} to start over, or undo the change",
+        )
+    if script.resume and not finished.found:
+        raise UsageError(
+            f"{RESUME}: {folder} has no {what} to continue; allowed: a folder in which one was started",
+            hint=f"leave out {RESUME} to start one",
+        )
+    if finished.why_restart:
+        say(f"starting over: {finished.why_restart}")
+    return finished

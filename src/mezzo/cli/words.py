@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mezzo.cli.help.renamed import LIKELY
+from mezzo.cli.vocabulary import LIKELY
 from mezzo.errors import UsageError
 from mezzo.readable import readable
 from mezzo.secrets import hidden

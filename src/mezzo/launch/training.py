@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import in_fp32, module_names, wrap
 from mezzo.engine.scaling import Scale
-from mezzo.measure.effective import Counted, effective
+from mezzo.measure.flops import Counted, effective
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.one_module import OneModule
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from mezzo.formats import FP32
-from mezzo.measure.effective import Counted
-from mezzo.measure.flops import lowered
+from mezzo.measure.flops import Counted, lowered
 
 Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""
@@ -169,8 +168,6 @@ def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step:
         elif calls and product.nesting > calls[-1].nesting:
             counted.switched_off += product.flops
 
-
-# --- nodes created inside a backward pass ------------------------------------------------------------------------------------------
 
 Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
 """Results of operations, each with the number and the identity of its node, and whether a higher number matches as well."""

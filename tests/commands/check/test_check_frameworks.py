@@ -11,8 +11,8 @@ from helpers_compare import falling, run
 from mezzo.commands.check.plan import NextStage, next_stage
 from mezzo.commands.check.runs import Check, CheckSettings
 from mezzo.errors import ScriptError
-from mezzo.launch.resuming import Finished
-from mezzo.launch.side_by_side import Waves, one_after_another
+from mezzo.launch.resuming import Finished, Waves
+from mezzo.launch.side_by_side import one_after_another
 from mezzo.launch.signals import stoppable
 
 NAN = float("nan")

@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from helpers_compare import judge, row_of, run, series, with_metric
+from mezzo.commands.compare.judge import MAX_SEEDS, seeds_needed
 from mezzo.commands.compare.quantities import (
+    Absolute,
     Margin,
     MetricGrid,
+    Proportion,
     Quantity,
+    Ratio,
+    Scale,
     grid_of,
     scale_of_metric,
     spread_errors,
     spread_of,
     unaveraged,
 )
-from mezzo.commands.compare.scales import Absolute, Proportion, Ratio, Scale
-from mezzo.commands.compare.verdicts import MAX_SEEDS, seeds_needed
 from mezzo.records import Metric
 
 many = settings(max_examples=60, deadline=None)

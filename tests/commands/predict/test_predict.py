@@ -11,9 +11,8 @@ import pytest
 
 from helpers_predict import traced_in_forks
 from mezzo import cli
-from mezzo.measure.predict import named
-from mezzo.measure.predict.calibration import calibrate
-from mezzo.measure.predict.calibration.probes import probes
+from mezzo.measure.predict import calibrate, named
+from mezzo.measure.predict.calibrate import probes
 from mezzo.records import PredictRecord, read_record
 from paths import ROOT
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from helpers_predict import traced_in_forks
-from mezzo.commands.tune.configurations import Configuration, grid
 from mezzo.commands.tune.forecast import Forecast, forecasts, not_predicted, predictable, ruled_out
+from mezzo.commands.tune.plan import Configuration, grid
 from mezzo.gpus import GPUS
 
 GIB = 2**30

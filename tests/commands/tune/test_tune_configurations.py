@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mezzo.commands.tune.configurations import Configuration, grid
+from mezzo.commands.tune.plan import Configuration, grid
 
 BATCHES = {"batch-size": ["32", "64"]}
 LAYOUT = [(True, False)]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
-from mezzo.commands.tune.configurations import Configuration
-from mezzo.commands.tune.plan import SearchKnowledge, Trial
+from mezzo.commands.tune.plan import Configuration, SearchKnowledge, Trial
 from mezzo.commands.tune.runs import Tune
 from mezzo.launch.resuming import Finished
 from mezzo.launch.signals import stoppable

@@ -12,18 +12,20 @@ from scipy import stats
 
 import record_builders as build
 from mezzo.commands.tune.answer import BestTrial, answered
-from mezzo.commands.tune.configurations import Configuration, grid
 from mezzo.commands.tune.plan import (
     FINAL,
+    Configuration,
     SearchKnowledge,
     Trial,
     expected_trials,
     fault,
     finalists,
+    grid,
     next_trial,
     pruned,
+    speed_of,
+    speed_up,
 )
-from mezzo.commands.tune.speed import speed_of, speed_up
 from mezzo.records import (
     Effective,
     Memory,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from helpers_engine import batches, mlp
-from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.engine.session import Session
 from mezzo.errors import SessionError
 from mezzo.launch.torch import TorchTraining, switched

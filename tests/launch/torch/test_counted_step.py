@@ -12,8 +12,7 @@ from torch import nn
 
 from helpers_launch import ran
 from mezzo.launch.torch import switched
-from mezzo.observe.settings import AuditSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AuditSettings, StopScript
 from mezzo.policy import PRESETS, Policy
 
 ROWS, INPUTS, OUTPUTS = 16, 8, 4

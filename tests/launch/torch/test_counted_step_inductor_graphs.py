@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from helpers_compare import run
 from mezzo.launch.torch.counted_step import counts_of
-from mezzo.measure.effective import Counted, effective
-from mezzo.measure.flops import FlopCounter
+from mezzo.measure.flops import Counted, FlopCounter, effective
 from mezzo.policy import Policy
 from mezzo.records import Effective
 

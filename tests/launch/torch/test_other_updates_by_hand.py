@@ -15,8 +15,14 @@ from mezzo.measure.environment import environment
 from mezzo.observe.fallback.observer import Fallback
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.ranges.observer import Ranges
-from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import (
+    AnySettings,
+    AuditSettings,
+    DiagnoseSettings,
+    FallbackSettings,
+    RangesSettings,
+    StopScript,
+)
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 

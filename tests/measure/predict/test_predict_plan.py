@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict import plan
-from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES, PredictedMemory, predict_memory
 from mezzo.measure.predict.plan import (
     Tapes,
     check_policies,
@@ -24,6 +23,7 @@ from mezzo.measure.predict.plan import (
     verdict,
 )
 from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.tape_memory import DRIVER_BYTES, PredictedMemory, predict_memory
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 

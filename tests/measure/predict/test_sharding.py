@@ -12,9 +12,9 @@ from torch import nn
 
 from mezzo.errors import UsageError
 from mezzo.gpus import GPUS, gpu_named
-from mezzo.measure.predict.memory.of_tape import bytes_by_kind, predict_memory
 from mezzo.measure.predict.sharding import LINK_SHARE, GpuGroup, check_job, link_of
 from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
 from mezzo.measure.predict.training import record_training
 
 LAYER = 4 * 256 * 256

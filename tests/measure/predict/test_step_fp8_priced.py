@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.constants import Constants
 from mezzo.measure.predict.step import fp8_bounds, fp8_layers
 from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
+from mezzo.measure.predict.time import Constants
 
 
 def product(module: str, rows: int, columns: int, depth: int, phase: Phase = "forward") -> CostedOperation:

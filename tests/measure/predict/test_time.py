@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.constants import Constants, family, fitted
 from mezzo.measure.predict.step import Conditions
 from mezzo.measure.predict.tape import CostedOperation, Shape, TrainingTape
-from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
+from mezzo.measure.predict.time import Card, Columns, Constants, family, fitted, longer_of, operation_bounds
 
 V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
 IDEAL = Constants(

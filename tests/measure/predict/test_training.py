@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
 from mezzo.measure.predict import named
-from mezzo.measure.predict.memory.of_tape import bytes_by_kind, predict_memory
 from mezzo.measure.predict.named import NamedModel
 from mezzo.measure.predict.tape import Shape, TrainingTape
+from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from mezzo.policy import Policy
 

@@ -18,6 +18,7 @@ from mezzo.errors import UsageError
 if TYPE_CHECKING:
     from mezzo.policy import Policy
 
+
 Target: TypeAlias = Annotated[
     str,
     typer.Argument(

@@ -20,8 +20,7 @@ from mezzo.commands.check.worth import (
     worth_of,
 )
 from mezzo.commands.compare.baseline import Baseline
-from mezzo.commands.compare.pairing import grouped
-from mezzo.commands.compare.words import listed
+from mezzo.commands.compare.pairing import grouped, listed
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
 from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Reason, Row, RunRecord

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget, seconds_of
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.values import Budget, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import write
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.errors import PolicyError, UsageError
 from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.commands.check.offers import Offered
+    from mezzo.commands.check.plan import Offered
     from mezzo.commands.check.runs import Check, CheckSettings
     from mezzo.launch.resuming import Finished
     from mezzo.launch.side_by_side import Engine
@@ -150,8 +149,8 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     budget.say(f"{Path(opts.script.target).name}: finding out what {name_of(engine)} can do")
     from mezzo.commands.check.runs import Check
     from mezzo.gpus import find_gpu
+    from mezzo.launch.resuming import Waves
     from mezzo.launch.runner import import_ahead
-    from mezzo.launch.side_by_side import Waves
 
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)
@@ -178,7 +177,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 
 
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
-    from mezzo.commands.check.offers import BASELINE, THE_BASELINE, Offered, offered, own_amp
+    from mezzo.commands.check.plan import BASELINE, THE_BASELINE, Offered, offered, own_amp
     from mezzo.launch.frameworks import own_sources
 
     if opts.policies is None:
@@ -200,7 +199,7 @@ def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: li
 
 
 def _settings(opts: CheckOptions, offers: list[Offered], *, budget_s: float) -> CheckSettings:
-    from mezzo.commands.check.offers import tried
+    from mezzo.commands.check.plan import tried
     from mezzo.commands.check.runs import CheckSettings
 
     script = opts.script

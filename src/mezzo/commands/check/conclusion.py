@@ -7,19 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mezzo.cli.budget import Budget, clock
 from mezzo.cli.machines import Machine, how_placed
+from mezzo.cli.options.values import Budget, clock
 from mezzo.cli.script import Script
-from mezzo.commands.predict.real_gpus import predicted_for
+from mezzo.commands.predict.traced import predicted_for
 
 if TYPE_CHECKING:
     from mezzo.commands.check.answer import Case
-    from mezzo.commands.check.offers import Offered
+    from mezzo.commands.check.plan import Offered
     from mezzo.commands.check.runs import Check
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
     from mezzo.launch.side_by_side import Engine
     from mezzo.records import Answer, CheckRecord, Reason
+
 
 _REFERENCE = "a100-80gb"
 """The GPU for which gains are bounded if none is named and this machine has none."""

@@ -17,8 +17,7 @@ from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import Finished, finished_run
-from mezzo.launch.side_by_side import GRACE_S, Waves, folder_name, named_arguments, run_name
+from mezzo.launch.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments, run_name
 from mezzo.launch.signals import Stop, stoppable
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mezzo.commands.compare.costs import SLOWER
-from mezzo.commands.compare.skips import WORTH_SAYING
-from mezzo.commands.compare.words import listed
+from mezzo.commands.compare.costs import SLOWER, WORTH_SAYING
+from mezzo.commands.compare.pairing import listed
 from mezzo.formats import TF32
 from mezzo.gpus import Gpu
 from mezzo.records import AS_IS, CompareRecord, Gain, RealGpus, Row, RunRecord

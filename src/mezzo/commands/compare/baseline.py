@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mezzo.commands.compare.gathering import MetricKind
+from mezzo.commands.compare.costs import skipped_at_the_end
 from mezzo.commands.compare.pairing import Group, Key, last_metric, losses_of, names_of, title_of
-from mezzo.commands.compare.skips import skipped_at_the_end
-from mezzo.commands.compare.trends import Fault, Learning, LossTrend, fault_of, not_finite
+from mezzo.commands.compare.trends import Fault, Learning, LossTrend, MetricKind, fault_of, not_finite
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead, RunRecord, SharedFile
 
 

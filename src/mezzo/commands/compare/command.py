@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.budget import seconds_of
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
-from mezzo.cli.options.model_changes import changes_of
+from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, changes_of, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
-from mezzo.commands.predict import real_gpus
+from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.signals import Stopped, stoppable
 from mezzo.report import formatting as fmt
@@ -110,7 +108,7 @@ def compare(
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
     options.check_metric(metric)
-    failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
+    failing, cards = _failing(fail_on), traced.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
     compared = _with_checkpointed(_parse_policies(policies), checkpoint)
     _check_several(compared)
@@ -137,7 +135,7 @@ def compare(
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
             if not stop.stopped:
-                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, cards)})
+                record = record.model_copy(update={"real_gpus": traced.predicted_for(script, runs, cards)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
@@ -215,7 +213,7 @@ def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | N
 
 def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
     """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
-    from mezzo.launch.side_by_side import folder_name
+    from mezzo.launch.resuming import folder_name
 
     folders: dict[str, str] = {}
     for text, entry in compared.items():
@@ -235,7 +233,7 @@ def _requests(
     since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    from mezzo.launch.side_by_side import named_arguments
+    from mezzo.launch.resuming import named_arguments
 
     texts, folders = [*compared], _folders(compared)
     requests = []

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.script import Script, run_and_finish
+from mezzo.cli.shown_help import HelpPage
 from mezzo.launch.signals import stoppable
 
 HELP = HelpPage(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder
+from mezzo.cli.shown_help import HelpPage
 from mezzo.errors import UsageError
 
 HELP = HelpPage(

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def fallback(
     continues a search that was stopped.
     """
     from mezzo.commands.fallback.runs import fallback_of_script
-    from mezzo.launch.side_by_side import Waves
+    from mezzo.launch.resuming import Waves
     from mezzo.policy import Policy
 
     judged = Policy.of(policy)

@@ -12,10 +12,10 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.first_word import check_first_word
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.options.folders import new_folder
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, with_value
 from mezzo.commands.predict.traced import ByName, Traced, assumptions, check_target, of_model, of_script
 from mezzo.errors import UsageError, nearest
@@ -130,7 +130,7 @@ def predict(
 
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import plan
-    from mezzo.measure.predict.calibration.calibrate import rates_used
+    from mezzo.measure.predict.calibrate import rates_used
     from mezzo.measure.predict.sharding import check_job
     from mezzo.records import PredictRecord
 
@@ -182,7 +182,7 @@ def predict(
 
 
 def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:
-    from mezzo.measure.predict.calibration.calibrate import calibration_of
+    from mezzo.measure.predict.calibrate import calibration_of
     from mezzo.measure.predict.step import Conditions
 
     return Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration_of(gpu))
@@ -231,7 +231,7 @@ def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Cond
 
 def _calibrate() -> None:
     """Measure this machine's rates, save them, and note where."""
-    from mezzo.measure.predict.calibration.calibrate import calibrate, this_kind
+    from mezzo.measure.predict.calibrate import calibrate, this_kind
 
     calibration = calibrate(this_kind(), note=results.note)
     calibration.save()
@@ -243,7 +243,7 @@ def _calibrate() -> None:
 
 def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     from mezzo.measure.predict import named, plan
-    from mezzo.measure.predict.calibration.calibrate import device_name, saved_calibration
+    from mezzo.measure.predict.calibrate import device_name, saved_calibration
 
     calibration = saved_calibration(device_name("cpu"))
     if by_name.model is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -16,17 +16,20 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.options import values
-from mezzo.cli.script import check_supported, keep_input_for
+from mezzo.cli.options.values import NONE, names_in
+from mezzo.cli.script import Script, check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
-from mezzo.launch.signals import stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
+    from mezzo.cli.script import Script
+    from mezzo.gpus import Gpu
     from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
-    from mezzo.records import Reason
+    from mezzo.records import RealGpus, Reason, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +250,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         job: how many GPUs train together.
         only_options: whether only the options decide the layout.
     """
-    from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+    from mezzo.measure.predict.tape_memory import DRIVER_BYTES
     from mezzo.records import Reason
 
     default = "--channels-last was not given" if only_options else "as the script stores its images"
@@ -282,3 +285,149 @@ def _sharing(job: GpuGroup) -> Reason:
         value=f"eager, {job.num_gpus} GPUs of one machine, {job.shard}",
         reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption: no measured job confirms it",
     )
+
+
+# --- Predictions for GPUs, shown next to measurements on a machine without them -------------------------------------------------
+
+_USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
+"""The GPUs to predict if none is named."""
+
+
+def named_gpus(text: str | None) -> list[Gpu] | None:
+    """Return the GPUs of ``--gpus``; None for the usual ones.
+
+    Raises:
+        UsageError: a GPU is unknown.
+    """
+    from mezzo.gpus import gpu_named
+
+    if text is None:
+        return None
+    if text.lower() == NONE:
+        return []
+    gpus = [gpu_named(name, option="--gpus") for name in names_in(text)]
+    return list({gpu.name: gpu for gpu in gpus}.values())
+
+
+def predicted_for(
+    script: Script,
+    runs: Sequence[RunRecord],
+    gpus: list[Gpu] | None,
+    say: Callable[[str], None] = results.note,
+    *,
+    limit_s: float | None = None,
+) -> RealGpus | None:
+    """Return predictions for the policies of ``runs``; None if none were requested, a signal stopped it, or the runs were on a GPU.
+
+    Args:
+        script: the script of the runs.
+        runs: the measured runs.
+        gpus: the GPUs; None for the usual ones, if no run was on a GPU in its own formats.
+        say: prints a line.
+        limit_s: time after which tracing ends; None for no limit.
+    """
+    from mezzo.gpus import GPUS
+
+    trained = [run for run in runs if len(run.steps) and run.error is None]
+    measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
+    if not trained or gpus == [] or (gpus is None and measured):
+        return None
+    library = trained[0].library
+    from mezzo.records import RealGpus
+
+    if library != "torch":
+        listed = [gpu.name for gpu in gpus or []]
+        return RealGpus(gpus=listed, reason=f"trainings in {library} are not predicted")
+    cards = gpus or [GPUS[name] for name in _USUAL]
+    say(
+        f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"
+    )
+    arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
+    policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
+    with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
+        from mezzo.measure.predict.script.plan import (
+            real_gpus,
+        )  # imports torch, as the other process does at the same time
+
+        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        return None if stop.stopped else predicted
+    return None
+
+
+# --- What would fit after a script has run out of a GPU's memory: the largest batch that is predicted for its policy, and for bf16 ---
+
+_WHAT = "largest batch"
+
+
+def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
+    """Return ``record`` with the largest batch that fits; unchanged if memory did not run out.
+
+    Args:
+        record: the record of a run that has ended.
+        script: the script, as it was typed.
+        policy: the policy as typed.
+    """
+    oom = record.out_of_memory
+    if oom is None:
+        return record
+    settings, why = _fits(record, script, policy)
+    not_known = [*oom.not_known, *([_reason("not predicted", why)] if why else [])]
+    oom = oom.model_copy(update={"settings": [*settings, *oom.settings], "not_known": not_known})
+    return record.model_copy(update={"out_of_memory": oom})
+
+
+def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason], str]:
+    """Return the largest batches, or why there are none."""
+    from mezzo.gpus import find_gpu
+    from mezzo.measure.predict.plan import PREDICTED
+    from mezzo.policy import canonical
+
+    here = record.environment
+    gpu = find_gpu(here.gpu) if here.gpu is not None and here.device != "cpu" else None
+    if gpu is None:
+        return [], f"the predictor does not know the memory of {here.gpu if here.device != 'cpu' else 'a CPU'}"
+    policies = [name for name in dict.fromkeys((canonical(policy), "bf16")) if name in PREDICTED]
+    results.note(f"memory ran out; tracing {script.target} to find what would fit, which may take a few minutes")
+    try:
+        return _predicted(gpu, script, policies), ""
+    except MezzoError as error:
+        return [], error.message
+
+
+def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
+    from mezzo.measure.predict import plan
+    from mezzo.measure.predict.script.plan import script_plan
+
+    with stoppable() as stop, stop.at_once(), tracing(script.target, as_module=script.as_module):
+        traced = script_plan(
+            script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module
+        )
+    reasons = []
+    for policy in policies:
+        prediction = plan.predict(
+            traced.tapes,
+            gpu,
+            policy,
+            batch=traced.batch,
+            channels_last=bool(traced.channels_last),
+            refused=traced.refused,
+        )
+        if not prediction.possible or prediction.largest_batch is None:
+            reasons.append(
+                _reason(
+                    f"under {policy} not known",
+                    prediction.reason or "other batch sizes do not follow from the script's own",
+                )
+            )
+        elif prediction.largest_batch:
+            why = f"predicted for {gpu.name}, {plan.HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
+            reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
+        else:
+            reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
+    return reasons
+
+
+def _reason(value: str, why: str) -> Reason:
+    from mezzo.records import Reason
+
+    return Reason(what=_WHAT, value=value, reason=why)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.options import shared as options
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
+from mezzo.cli.shown_help import HelpPage
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request

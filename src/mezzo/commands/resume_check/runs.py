@@ -16,8 +16,8 @@ from pathlib import Path
 from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
 from mezzo.launch.request import Request, TraceRequest
+from mezzo.launch.resuming import named_arguments
 from mezzo.launch.runner import run_child
-from mezzo.launch.side_by_side import named_arguments
 from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import RunTrace, Written, read_trace
 from mezzo.records import FileRead, RunRecord

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.help.shown import HelpPage
-from mezzo.cli.live_log import live_logging
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
-from mezzo.cli.options.guarding import check_guard, guard_request
-from mezzo.cli.options.model_changes import changes_of
-from mezzo.cli.options.snapshots import check_snapshots, snapshot_request
-from mezzo.cli.script import Script, run_and_finish
-from mezzo.commands.predict.fitting import with_fits
+from mezzo.cli.options.values import seconds_of
+from mezzo.cli.progress import live_logging
+from mezzo.cli.script import Script, changes_of, run_and_finish
+from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.words import RESUME, replacing, with_value
+from mezzo.commands.predict.traced import with_fits
+from mezzo.errors import UsageError
+from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
-    from mezzo.launch.request import Request
-    from mezzo.records import RunRecord
+    from mezzo.cli.script import Script
+    from mezzo.launch.request import GuardRequest, Request, SnapshotRequest
+    from mezzo.policy import Policy
+    from mezzo.records import AlarmKind, RunRecord
+
 
 HELP = HelpPage(
     group="start",
@@ -106,3 +113,127 @@ def run(
         results.note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
     killed = stop.stopped and record.exit_code > SIGNALS  # otherwise the script handled the signal and ended by itself
     raise typer.Exit(stop.exit_code if killed else record.exit_code)
+
+
+# --- ``--guard``: what to do when training goes wrong, and which command to suggest then ----------------------------------------
+
+USUAL_REWINDS = 3
+_LEAVES_FORMATS = ("fp32", "tf32", "as-is")
+
+
+def check_guard(text: str | None, *, snapshots: bool) -> None:
+    """Refuse an unknown action, and a rewind without snapshots."""
+    if text is None:
+        return
+    match = re.fullmatch(r"note|stop|rewind(:[1-9]\d?)?", text)
+    if match is None:
+        raise UsageError(
+            f"--guard {text!r}; allowed: note, stop, rewind, and rewind:TIMES with 1 to 99",
+            hint=f"type: {with_value('--guard', 'stop')}",
+        )
+    if text.startswith("rewind") and not snapshots:
+        raise UsageError(
+            f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot DURATION",
+            hint=f"type: {with_value('--guard', text, '--snapshot', '5m')}",
+        )
+
+
+def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequest | None:
+    """Return the request for the run's guard; None if there is no guard for the script's framework and none was requested.
+
+    Args:
+        script: the script, as it was typed.
+        text: the value of ``--guard``.
+        policy: the policy as typed.
+    """
+    from mezzo.launch.request import GuardRequest
+
+    if text is None and script.framework != "torch":
+        return None
+    script.check_supported("--guard")
+    action, _, times = (text or "note").partition(":")
+    rewinds = int(times or USUAL_REWINDS) if action == "rewind" else 0
+    return GuardRequest.model_validate({"action": action, "rewinds": rewinds, "commands": _commands(script, policy)})
+
+
+def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
+    from mezzo.policy import canonical
+
+    typed, policy = script.retyped, canonical(policy)
+    diagnose = typed.under("diagnose", policy=policy)
+    judged = "fp16" if policy in _LEAVES_FORMATS else policy
+    lost = typed.under("ranges", policy=judged)
+    if policy in _LEAVES_FORMATS:  # precision cannot be the cause of a spike
+        spike = typed.under("run", policy=policy, snapshot="1m", guard="rewind")
+    else:
+        spike = typed.under("compare", policies=f"fp32,{policy}")
+    return {
+        "loss not finite": diagnose,
+        "skip storm": diagnose,
+        "scale at its floor": diagnose,
+        "loss spike": spike,
+        "gradients zero": lost,
+        "stuck updates": lost,
+    }
+
+
+# --- ``--snapshot`` and ``--resume``: how often, where, and what a resumed run must have in common with the first ---------------
+
+FOLDER = "snapshots"
+_USUAL_S = 300.0
+
+
+def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | None) -> None:
+    """Refuse an invalid time, and a run to resume that has no snapshots; a run that resumes its own folder may be its first."""
+    if snapshot is not None:
+        _seconds_of(snapshot)
+    if resume is not None and not (resume / FOLDER).is_dir() and not _is_itself(resume, out):
+        raise UsageError(
+            f"--resume {str(resume)!r} has no folder {FOLDER}; allowed: the folder of a run with --snapshot",
+            hint=f"type: {_instead()}",
+        )
+
+
+def _instead() -> str:
+    """Return the command that resumes the newest run with snapshots; where there is none, the one that begins to save them."""
+    saved = sorted(Path("runs").glob(f"*/{FOLDER}"), key=lambda folder: folder.stat().st_mtime)
+    if saved:
+        return replacing(RESUME, str(saved[-1].parent))
+    return replacing("--snapshot", "5m", without=RESUME)
+
+
+def snapshot_request(
+    script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
+) -> SnapshotRequest | None:
+    """Return the request for the run's snapshots; None if there is none. A resumed run continues in the folder of the earlier one."""
+    from mezzo.launch.request import SnapshotRequest, policy_text
+
+    if snapshot is None and resume is None:
+        return None
+    script.check_supported("--resume" if snapshot is None else "--snapshot")
+    given = os.environ.get("PYTHONHASHSEED", "")
+    hash_seed = given if given.isdecimal() else "0"  # a random one would be another one in a resumed run
+    return SnapshotRequest(
+        folder=str(((resume or folder) / FOLDER).absolute()),
+        every_s=_USUAL_S if snapshot is None else _seconds_of(snapshot),
+        resume=resume is not None,
+        hash_seed=hash_seed,
+        proves=True,
+        may_be_first=_is_itself(resume, script.out),
+        identity={
+            "script": script.target,
+            "arguments": json.dumps(hidden(script.arguments or ())),
+            "policy": policy_text(policy),
+            "seed": str(seed),
+            "PYTHONHASHSEED": hash_seed,
+        },
+    )
+
+
+def _is_itself(resume: Path | None, out: Path | None) -> bool:
+    """Return whether a run resumes the folder that it writes to: a launcher may restart such a command any number of times."""
+    return resume is not None and out is not None and resume.absolute() == out.absolute()
+
+
+def _seconds_of(snapshot: str) -> float:
+    return seconds_of(snapshot, option="--snapshot", example="5m")

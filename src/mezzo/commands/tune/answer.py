@@ -9,9 +9,19 @@ from typing import Any
 
 from mezzo.commands.check.answer import FEWEST_STEPS
 from mezzo.commands.compare.judge import compare
-from mezzo.commands.tune.configurations import Configuration
-from mezzo.commands.tune.plan import FINAL, SearchKnowledge, Trial, fault, finalists, memory_of, pruned, steps_of
-from mezzo.commands.tune.speed import speed_of, speed_up
+from mezzo.commands.tune.plan import (
+    FINAL,
+    Configuration,
+    SearchKnowledge,
+    Trial,
+    fault,
+    finalists,
+    memory_of,
+    pruned,
+    speed_of,
+    speed_up,
+    steps_of,
+)
 from mezzo.formats import FP32
 from mezzo.records import AS_IS, Row, RunRecord, TuneDecision, TuneRow
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget, clock, seconds_of
-from mezzo.cli.help.shown import HelpPage
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.values import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
-from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
@@ -25,7 +24,7 @@ from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial
-    from mezzo.commands.tune.configurations import Changes, Configuration
+    from mezzo.commands.tune.plan import Changes, Configuration
     from mezzo.commands.tune.runs import Tune
     from mezzo.devices import Device
     from mezzo.launch.side_by_side import Engine
@@ -109,7 +108,7 @@ def tune(
     Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
     the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
-    from mezzo.commands.tune.configurations import grid
+    from mezzo.commands.tune.plan import grid
     from mezzo.gpus import gpu_named
     from mezzo.measure.checkpointing.wanted import bytes_of_text
 
@@ -170,7 +169,7 @@ def _varied(texts: list[str]) -> dict[str, list[str]]:
 
 
 def _changes(text: str) -> list[Changes]:
-    from mezzo.commands.tune.configurations import CHANGES
+    from mezzo.commands.tune.plan import CHANGES
 
     names = [name.strip() for name in text.split(",")]
     if names == ["none"]:
@@ -244,7 +243,7 @@ def _tuning(
     from mezzo.commands.check.plan import MARGIN
     from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
-    from mezzo.launch.side_by_side import Waves
+    from mezzo.launch.resuming import Waves
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))

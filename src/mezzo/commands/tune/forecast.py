@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mezzo.commands.tune.configurations import Configuration
+from mezzo.commands.tune.plan import Configuration
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.measure.predict.calibration.calibrate import calibration_of
-from mezzo.measure.predict.memory.of_tape import predict_memory
+from mezzo.measure.predict.calibrate import calibration_of
 from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
+from mezzo.measure.predict.tape_memory import predict_memory
 from mezzo.records import AS_IS, Reason
 
 MEMORY_ERROR = 0.1

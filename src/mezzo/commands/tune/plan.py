@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+from scipy import special
 
 from mezzo.commands.compare.costs import why_unlike
-from mezzo.commands.tune.configurations import Configuration
-from mezzo.commands.tune.speed import Speed, speed_of
 from mezzo.formats import FP32
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.environment import host_bytes
@@ -279,3 +282,180 @@ def short_of_memory(run: RunRecord) -> str:
             f"{bytes_text(host_bytes())}, and mezzo predict traces it without memory for its weights"
         )
     return ""
+
+
+# --- The configurations of a search: all combinations of policies, values of the script's own options, and changes to its models ---
+
+Changes = tuple[bool, bool]
+"""Whether the models are channels-last, and whether they are compiled."""
+CHANGES: dict[str, Changes] = {
+    "as-is": (False, False),
+    "channels-last": (True, False),
+    "compile": (False, True),
+    "channels-last+compile": (True, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One way to run the script."""
+
+    policy: str = AS_IS
+    settings: tuple[tuple[str, str], ...] = ()
+    """Options of the script by name, each with its value; options that are not here stay as typed."""
+    channels_last: bool = False
+    compiles: bool = False
+    checkpoint: str = ""
+    """The plan of activation checkpointing, or its budget; empty for none."""
+
+    @property
+    def name(self) -> str:
+        """The configuration for people: ``bf16, batch-size 64, channels-last``."""
+        parts = [self.policy, *(f"{name} {value}" for name, value in self.settings)]
+        parts += ["channels-last"] * self.channels_last + ["compiled"] * self.compiles
+        parts += [f"checkpointed {self.checkpoint}"] * bool(self.checkpoint)
+        return ", ".join(parts)
+
+    def arguments(self, own: Sequence[str]) -> list[str]:
+        """Return the script's arguments: ``{name}`` becomes the value; without that, the option is appended."""
+        arguments = list(own)
+        for name, value in self.settings:
+            if _has_placeholder(name, own):
+                arguments = [word.replace(f"{{{name}}}", value) for word in arguments]
+            else:
+                arguments += [f"-{name}" if len(name) == 1 else f"--{name}", value]
+        return arguments
+
+
+def grid(
+    policies: Sequence[str],
+    vary: Mapping[str, Sequence[str]],
+    changes: Sequence[Changes],
+    own: Sequence[str],
+    *,
+    checkpoints: Sequence[str] = (),
+) -> list[Configuration]:
+    """Return all configurations; the first is what the script does now, then what was asked for.
+
+    Values of the script's options come before policies, and changes to the models last: compiling takes longest, and a budget may end.
+
+    Args:
+        policies: policies besides the script's own precision.
+        vary: values of the script's options by name. Where ``own`` has ``{name}``, the first value is the present one.
+        changes: changes to the models besides none.
+        own: the script's arguments as typed.
+        checkpoints: plans of activation checkpointing besides none.
+    """
+    settings = list(_settings(vary, own))
+    found = [
+        Configuration(
+            policy=policy, settings=chosen, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint
+        )
+        for channels_last, compiles in dict.fromkeys([(False, False), *changes])
+        for checkpoint in dict.fromkeys(["", *checkpoints])
+        for policy in dict.fromkeys([AS_IS, *policies])
+        for chosen in settings
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _settings(vary: Mapping[str, Sequence[str]], own: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    choices: list[list[tuple[tuple[str, str], ...]]] = []
+    for name, values in vary.items():
+        now: list[tuple[tuple[str, str], ...]] = [] if _has_placeholder(name, own) else [()]
+        present = _present_value(name, own)
+        choices.append([*now, *(((name, value),) for value in dict.fromkeys(values) if value != present)])
+    for chosen in product(*choices):
+        yield tuple(setting for part in chosen for setting in part)
+
+
+def _has_placeholder(name: str, own: Sequence[str]) -> bool:
+    return any(f"{{{name}}}" in word for word in own)
+
+
+def _present_value(name: str, own: Sequence[str]) -> str | None:
+    """Return the value that the arguments give an option, the last one; None if they do not name it."""
+    option = f"-{name}" if len(name) == 1 else f"--{name}"
+    value = None
+    for index, word in enumerate(own):
+        if word == option and index + 1 < len(own):
+            value = own[index + 1]
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+# --- The speed of a run, and how much faster one configuration is than another over repeats -------------------------------------
+
+_WARM_UP = 3
+"""First steps that are not timed: allocations, autotuning, compilation."""
+FEWEST_TIMED = 5
+_ERROR = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The speed of a run after its first steps."""
+
+    step_ms: float
+    """Median: an evaluation between two steps, or a step that waited for a disk, does not count."""
+    input_elements: float | None = None
+    """The input of a step, in elements of the model's first input."""
+
+    def over(self, other: Speed, *, alike: bool) -> float | None:
+        """Return how many times as much this one trains in a second.
+
+        Args:
+            other: the speed to compare with.
+            alike: whether the steps of both do the same work; if not, they are compared by their inputs.
+
+        Returns:
+            The ratio; None if the inputs of steps are not known.
+        """
+        times = other.step_ms / self.step_ms
+        if alike:
+            return times
+        if not self.input_elements or not other.input_elements:
+            return None
+        return times * self.input_elements / other.input_elements
+
+
+def speed_of(run: RunRecord) -> Speed | None:
+    """Return the speed of a run; None if it has too few steps after the first ones."""
+    first = max(_WARM_UP, (run.effective.counted_on_step or 0) + 1)
+    times = [ms for ms in run.steps.time_ms[first:] if math.isfinite(ms) and ms > 0]
+    if len(times) < FEWEST_TIMED:
+        return None
+    return Speed(step_ms=statistics.median(times), input_elements=run.input_elements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """A speed-up over paired repeats."""
+
+    times: float
+    """Geometric mean."""
+    low: float
+    """Ends of the confidence interval: 95% for all compared configurations together. NaN with a single repeat."""
+    high: float
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster beyond the noise of the repeats."""
+        return self.low > 1.0
+
+
+def speed_up(ratios: Sequence[float], *, num_compared: int) -> SpeedUp:
+    """Return the speed-up that ``ratios`` of paired repeats show: Student's t on their logarithms, Bonferroni's correction.
+
+    Args:
+        ratios: one for each repeat.
+        num_compared: how many configurations are compared with the same reference.
+    """
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    middle = float(logs.mean())
+    if len(logs) < 2:
+        return SpeedUp(times=math.exp(middle), low=math.nan, high=math.nan)
+    quantile = float(special.stdtrit(len(logs) - 1, 1 - _ERROR / (2 * num_compared)))
+    half = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return SpeedUp(times=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))

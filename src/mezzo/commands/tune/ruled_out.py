@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mezzo.cli.budget import Budget
-from mezzo.cli.options.values import NONE
+from mezzo.cli.options.values import NONE, Budget
 from mezzo.cli.script import Script
 from mezzo.commands.predict.traced import tracing
 from mezzo.launch.signals import stoppable
 
 if TYPE_CHECKING:
-    from mezzo.commands.tune.configurations import Configuration
+    from mezzo.commands.tune.plan import Configuration
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
     from mezzo.records import Reason
@@ -60,7 +59,7 @@ def rule_out(
     end_s = budget.spent_s + _SHARE * budget.seconds
     with stoppable() as stop, stop.at_once(), tracing(script.target, as_module=script.as_module):
         from mezzo.commands.tune.forecast import forecasts, not_predicted, ruled_out
-        from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+        from mezzo.measure.predict.tape_memory import DRIVER_BYTES
 
         found, notes = forecasts(
             script.target,

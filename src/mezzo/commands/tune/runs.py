@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.commands.tune.plan import FINAL, SearchKnowledge, Trial, expected_trials, fault, next_trial, steps_of
-from mezzo.commands.tune.speed import speed_of
+from mezzo.commands.tune.plan import (
+    FINAL,
+    SearchKnowledge,
+    Trial,
+    expected_trials,
+    fault,
+    next_trial,
+    speed_of,
+    steps_of,
+)
 from mezzo.launch.request import ModelChanges, Request
-from mezzo.launch.resuming import Finished, finished_run
-from mezzo.launch.side_by_side import GRACE_S, Waves, folder_name, named_arguments
+from mezzo.launch.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments
 from mezzo.launch.signals import Stop, stoppable
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from mezzo.cli.help.shown import HelpPage
-from mezzo.cli.live_log import live_logging
+from mezzo.cli.progress import live_logging
 from mezzo.cli.script import Script, run_and_finish
+from mezzo.cli.shown_help import HelpPage
 from mezzo.commands.run.command import SIGNALS
 
 HELP = HelpPage(

@@ -25,7 +25,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.one_module import for_single_modules, same_random_numbers
-from mezzo.observe.ranges.off_regions import OffRegions
+from mezzo.observe.ranges.listed_formats import OffRegions
 from mezzo.policy import Policy
 
 _MIXED = "mixed_"  # prefix of the names of Keras' own mixed dtype policies

@@ -31,8 +31,7 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import Evidence, Source, write_evidence
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
-from mezzo.observe.settings import DiagnoseSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.records import RunRecord
 
 _CASTS = ((tf, "cast"), (tf, "constant"), (tf, "convert_to_tensor"), (keras.ops, "cast"))

@@ -29,8 +29,7 @@ from mezzo.launch.paddle.tape import StepObserver, Tape, TapedOperation
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
 from mezzo.observe.audit.merged import AuditRow, ProductShape, grouped, largest
-from mezzo.observe.limits import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE
-from mezzo.observe.settings import AuditSettings
+from mezzo.observe.settings import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE, AuditSettings
 from mezzo.policy import PRESETS
 from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, Phase, Reason, RunRecord, WideProduct
 

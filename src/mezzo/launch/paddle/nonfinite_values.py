@@ -22,7 +22,6 @@ from mezzo.launch.paddle.state import LayerNames, PaddleRun, mapped
 from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, is_half, operand, survey
 from mezzo.launch.paddle.tape import StepObserver, Tape, TapedOperation, tensors
 from mezzo.launch.patches import Patches
-from mezzo.observe.limits import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
 from mezzo.observe.nonfinite.evidence import (
     Evidence,
     GradientErrors,
@@ -33,7 +32,7 @@ from mezzo.observe.nonfinite.evidence import (
     write_evidence,
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import LOST_BELOW, ROUNDOFFS, SHARE_BELOW, DiagnoseSettings
 from mezzo.records import RunRecord
 
 

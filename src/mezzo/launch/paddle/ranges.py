@@ -27,8 +27,7 @@ from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Listener, StepObserver, Tape, TapedOperation, tensors
 from mezzo.launch.patches import Patches
 from mezzo.observe.module_names import free_title
-from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.observe.ranges.table import Counts, ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RangeKind, RangesRecord, RunRecord

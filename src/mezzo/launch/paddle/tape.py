@@ -29,7 +29,7 @@ from mezzo.errors import ScriptError
 from mezzo.frameworks import paddle as paddle_policy
 from mezzo.launch.paddle.state import PaddleRun, RunListener
 from mezzo.launch.patches import Patches
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import AnyRecord, RunRecord
 
 _MEZZO = str(Path(__file__).parents[2]) + os.sep

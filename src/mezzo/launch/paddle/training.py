@@ -29,8 +29,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.support import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
 

@@ -35,9 +35,8 @@ from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, script_line
-from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import (
     Bottleneck,
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 def switched(
     policy: Policy | None, *, seed: int | None = None, observe: AnySettings | None = None
 ) -> Iterator[tuple[TorchRun, CountedStep]]:
-    """TorchRun the code inside under ``policy`` (None: its own precision) and record every training step.
+    """Run the code inside under ``policy`` (None: its own precision) and record every training step.
 
     Args:
         policy: the policy to apply.
@@ -107,7 +106,7 @@ def switched(
 
 @contextmanager
 def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | None) -> Iterator[TorchTraining]:
-    """TorchRun the code inside as ``switched`` does, for a process that runs one script."""
+    """Run the code inside as ``switched`` does, for a process that runs one script."""
     patches = Patches()
     with (
         switched(policy, seed=seed, observe=observe) as (run, counted),

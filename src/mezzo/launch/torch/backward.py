@@ -32,8 +32,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.registration import unwrapped
-from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import all_finite, trained_leaves
+from mezzo.engine.gradients import DirectPasses, all_finite, trained_leaves
 from mezzo.engine.matrix_units.emulation_nodes import stands_for
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
@@ -122,7 +121,7 @@ class BackwardPasses:
     def _run_with_hooks(
         self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
     ) -> None:
-        """TorchRun a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
+        """Run a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
         if run.phase.not_training:
             with run.graphs.unrecorded():

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.engine.gradients import gradients_of, trained_leaves
-from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.engine.processes.exchange import refuse_world, set_hook
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.formats import FORMATS

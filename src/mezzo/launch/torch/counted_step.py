@@ -32,11 +32,9 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
-from mezzo.measure.effective import Counted, effective
-from mezzo.measure.flops import COUNTS, FlopCounter, is_narrow
+from mezzo.measure.flops import COUNTS, Counted, FlopCounter, effective, is_narrow
 from mezzo.measure.memory import CudaPeaks
-from mezzo.measure.watch.operations import OperationTimes
-from mezzo.measure.watch.verdict import OperationWork
+from mezzo.measure.watch.verdict import OperationTimes, OperationWork
 from mezzo.records import Effective, Memory
 
 _UPDATES_MEASURED = 2  # the first successful update creates the optimizer's state

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.processes.shards import is_shared
-from mezzo.engine.snapshots.randomness import random_states
+from mezzo.engine.randomness import random_states
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.state_trace import Moment, ObjectState, OptimizerState

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
+from mezzo.engine.alarms import Alarms, UpdateNumbers
 from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request import GuardRequest
@@ -19,7 +19,7 @@ from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.launch.torch.steady_state import Steady
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
 _STEADY_EVERY = _SEND_EVERY = STEPS_BETWEEN_NORMS

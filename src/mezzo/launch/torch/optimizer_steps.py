@@ -30,8 +30,7 @@ from mezzo.engine.processes.shards import is_shared, norm_of_all
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.steady_state import EVERY_NORM
-from mezzo.measure.step_clock import STEPS_PER_CPU_READING
-from mezzo.measure.steps import STEPS_BETWEEN_NORMS
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS, STEPS_PER_CPU_READING
 from mezzo.observe.observer import Update
 
 Optimizer = torch.optim.Optimizer
@@ -264,7 +263,7 @@ def _stepping_class(optimizer: Optimizer) -> type:
 
 
 def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchRun a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
+    """Run a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.launch.torch.steady_state import Steady
 from mezzo.observe.observer import Update
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 
 Leaf = Callable[[], Tensor | None]
 Leaves = dict[int, Leaf]

@@ -25,7 +25,7 @@ from mezzo.launch.request import ModelChanges
 from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
-from mezzo.measure.separate_losses import Owners
+from mezzo.measure.plain_steps import Owners
 from mezzo.observe.observer import ModuleTree
 
 

@@ -17,10 +17,8 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.environment import usable_cores
-from mezzo.measure.watch.host import HostSamples, Waits
-from mezzo.measure.watch.nvml import GpuCounters, open_counters
-from mezzo.measure.watch.rates import DeviceRates, cpu_rates
-from mezzo.measure.watch.verdict import Loader, RunMeasurements, bottleneck, too_short
+from mezzo.measure.watch.host import GpuCounters, HostSamples, Waits, open_counters
+from mezzo.measure.watch.verdict import DeviceRates, Loader, RunMeasurements, bottleneck, cpu_rates, too_short
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
 from mezzo.measure.predict.plan import Tapes, matrix_formats, recorded_as
 from mezzo.measure.predict.step import Conditions, PredictedStep, seconds_by_module
 from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.tape_memory import DRIVER_BYTES
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
 _POINTS = 200

@@ -7,13 +7,18 @@ Bytes are those of a kernel that reads each operand and writes each result once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.casts.half import HALF
 from mezzo.formats import format_of
 from mezzo.measure.flops import COUNTS
 from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
@@ -172,3 +177,164 @@ def _format(tensors: list[Tensor]) -> str:
         return "other"
     found = format_of(operand.dtype)
     return found.name if found is not None else "other"
+
+
+# --- cuda operators --------------------------------------------------------------------------------------------------------------
+
+# Operations that a GPU computes by other kernels than a CPU, replaced while a step is recorded: dropout, attention, recurrent layers.
+#
+# On a CPU dropout multiplies by a mask of floating-point numbers; a GPU saves a mask of booleans. Attention takes the path that
+# keeps all scores on a CPU; a GPU uses flash attention in 16 bits, and the memory-efficient kernel in FP32. The functions of
+# ``torch.nn.functional`` are replaced rather than caught by a mode, because activation checkpointing recomputes outside modes.
+
+_FLASH_HEAD = 256
+"""Largest head dimension of flash attention."""
+
+
+@contextmanager
+def cuda_operators() -> Iterator[None]:
+    """Replace the functions for the block."""
+    originals = F.dropout, F.scaled_dot_product_attention
+    F.dropout, F.scaled_dot_product_attention = _dropout, _attention
+    try:
+        with recurrent_layers(_cast):
+            yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = originals
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    result: Tensor = aten.native_dropout(input, p, True)[0]
+    return result
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *settings: Any, enable_gqa: bool = False, **named: Any
+) -> Tensor:
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        repeat = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(repeat, -3) for t in (key, value))
+    return _attention_kernel(_cast(query, key, value), *settings, **named)
+
+
+def _attention_kernel(
+    operands: Sequence[Tensor],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Call the operator that CUDA chooses: FlashAttention in 16 bits without a mask, else the memory-efficient one."""
+    query, key, value = operands
+    scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    if attn_mask is None and query.dtype in HALF and query.shape[-1] <= _FLASH_HEAD:
+        result: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result
+    bias = None
+    if attn_mask is not None:
+        mask = attn_mask if attn_mask.dtype is not torch.bool else torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias = mask.expand(*query.shape[:-1], key.shape[-2])
+    needs_sums = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    efficient: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_sums, dropout_p, is_causal, scale=scale
+    )[0]
+    return efficient
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    # Autocast's lists for CUDA put attention and recurrent layers in the lower precision; the operators called here are not on them.
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(t.to(dtype) for t in tensors)
+
+
+# --- Recurrent layers as cuDNN computes them, in every format alike, while a step is recorded -----------------------------------
+
+# A CPU has one kernel for a layer in FP32 and a dozen operations for each position in FP16, so a tape of either says nothing about a GPU,
+# nor about one format against the other. cuDNN multiplies the inputs of all positions at once; then each position takes a product with
+# the last state and a kernel for the gates. The gradients of the weights are again one product each. Only shapes matter here: there are
+# no numbers.
+#
+# Limit: cuDNN starts its kernels faster than torch does, and keeps a small layer in one kernel. No measured rows validate it.
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@contextmanager
+def recurrent_layers(cast: Callable[..., tuple[Tensor, ...]]) -> Iterator[None]:
+    """Replace the functions behind ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` for the block; ``cast`` casts operands as autocast would."""
+    with ExitStack() as stack:
+        for name in _GATES:
+            stack.enter_context(patch.object(torch._VF, name, _replaced(name, cast), create=True))
+        yield
+
+
+def _replaced(name: str, cast: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    original = getattr(torch._VF, name)
+
+    def function(x: Tensor, state: Any, weights: Sequence[Tensor], *settings: Any) -> Any:
+        has_biases, num_layers, dropout, training, bidirectional, *rest = settings
+        states = state if isinstance(state, (list, tuple)) else [state]
+        directions = num_layers * (2 if bidirectional else 1)
+        each = 4 if has_biases else 2
+        if not rest or len(weights) != each * directions:  # packed data, or projections
+            return original(x, state, weights, *settings)
+        x, *cast_states = cast(x, *states)
+        parts = [cast(*weights[each * n : each * (n + 1)]) for n in range(directions)]
+        out = x.transpose(0, 1) if rest[0] else x
+        last: list[Tensor] = []
+        for layer in range(num_layers):
+            sides = []
+            for n in range(layer * len(parts) // num_layers, (layer + 1) * len(parts) // num_layers):
+                sides.append(_Direction.apply(out, cast_states[0][n], *parts[n]))
+                last.append(sides[-1][-1])
+            out = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
+            if training and dropout and layer < num_layers - 1:
+                out = torch.nn.functional.dropout(out, dropout)
+        finals = [torch.stack(last) for _ in states]
+        return out.transpose(0, 1) if rest[0] else out, *finals
+
+    return function
+
+
+class _Direction(torch.autograd.Function):
+    """One layer in one direction; positions come first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, state: Tensor, input_weight: Tensor, state_weight: Tensor, *biases: Tensor
+    ) -> Tensor:
+        gates = _flat(x).mm(input_weight.t()) if not biases else torch.addmm(biases[0], _flat(x), input_weight.t())
+        gates = gates.view(*x.shape[:2], -1)
+        out = x.new_empty(*x.shape[:2], state_weight.shape[1])
+        kept = [torch.empty_like(out)] if gates.shape[-1] == _GATES["lstm"] * out.shape[-1] else []  # an LSTM's cells
+        for position in range(x.shape[0]):
+            gates[position].add_(state.mm(state_weight.t()))
+            state = out[position]
+        ctx.save_for_backward(x, input_weight, state_weight, gates, out, *kept)
+        ctx.num_biases = len(biases)
+        return out
+
+    @staticmethod
+    @once_differentiable  # as cuDNN's
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, input_weight, state_weight, gates, out, *_ = ctx.saved_tensors
+        gate_gradients = torch.empty_like(gates)
+        state_gradient = gradient[-1]
+        for position in reversed(range(x.shape[0])):
+            gate_gradients[position].add_(gates[position])
+            state_gradient = gate_gradients[position].mm(state_weight)
+        flat = _flat(gate_gradients)
+        input_gradient = flat.mm(input_weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        weight_gradients = (flat.t().mm(_flat(x)), flat.t().mm(_flat(out)))
+        return input_gradient, state_gradient, *weight_gradients, *(flat.sum(0) for _ in range(ctx.num_biases))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -10,19 +10,18 @@ import numpy as np
 from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
-from mezzo.measure.predict.calibration.calibrate import Calibration
-from mezzo.measure.predict.constants import fitted
-from mezzo.measure.predict.memory.of_tape import (
+from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.sharding import GpuGroup
+from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
+from mezzo.measure.predict.tape import TrainingTape, check_same_steps
+from mezzo.measure.predict.tape_memory import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_HOPPER_BYTES,
     DRIVER_BYTES,
     PredictedMemory,
     predict_memory,
 )
-from mezzo.measure.predict.sharding import GpuGroup
-from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
-from mezzo.measure.predict.tape import TrainingTape, check_same_steps
-from mezzo.measure.predict.time import HALF_FORMATS
+from mezzo.measure.predict.time import HALF_FORMATS, fitted
 from mezzo.policy import canonical
 from mezzo.records import Prediction
 

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.registration import unwrapped
 from mezzo.formats import format_of
-from mezzo.measure.predict.memory.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, TrainingTape
+from mezzo.measure.predict.tape_memory import copied_bytes, trial_bytes
 
 aten: Any = torch.ops.aten
 _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})

@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.constants import family
 from mezzo.measure.predict.names import SHARDS, Shard
 from mezzo.measure.predict.tape import CostedOperation, Kind, MemoryBlock, TrainingTape
-from mezzo.measure.predict.time import longer_of
+from mezzo.measure.predict.time import family, longer_of
 
 _SHARDED: frozenset[Kind] = frozenset({"parameters", "gradients", "optimizer"})
 LINK_SHARE = 0.8

@@ -12,12 +12,21 @@ from numpy.typing import NDArray
 
 from mezzo.engine.matrix_units.fp8_torchao import SizeFault, fault_of_sizes
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibration.calibrate import Calibration
-from mezzo.measure.predict.calibration.rates import MachineRates
-from mezzo.measure.predict.constants import Constants, fitted
+from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.rates import MachineRates
 from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import CostedOperation, TrainingTape
-from mezzo.measure.predict.time import HALF_FORMATS, Array, Bounds, Card, Columns, longer_of, operation_bounds
+from mezzo.measure.predict.time import (
+    HALF_FORMATS,
+    Array,
+    Bounds,
+    Card,
+    Columns,
+    Constants,
+    fitted,
+    longer_of,
+    operation_bounds,
+)
 from mezzo.records import ModuleShare
 
 ALONE = GpuGroup()

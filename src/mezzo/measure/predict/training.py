@@ -18,7 +18,7 @@ from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights, NoMasters
 from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
-from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import TrainingTape

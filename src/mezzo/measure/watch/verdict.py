@@ -11,10 +11,18 @@ arithmetic     it ran products: only the device's rate holds it back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from mezzo.measure.watch.rates import DeviceRates
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzo.measure.flops import COUNTS, num_real_products
 from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 
 _LOST = 0.25
@@ -274,3 +282,75 @@ def _loader_changes(run: RunMeasurements) -> list[str]:
     if run.on_gpu and not loader.pin_memory:
         changes.append("pin_memory=True, and .to(device, non_blocking=True)")
     return [*changes, "data that is prepared once and kept in memory or in a faster format"]
+
+
+# --- Measure the rates of this machine's CPU for products and for memory traffic, in about 50 ms --------------------------------
+
+_SIDE = 384
+_COPIED = 8 << 20
+"""Numbers in the copied tensor: 32 MiB, beyond most caches."""
+_REPEATS = 4
+
+
+class DeviceRates(NamedTuple):
+    """Rates of a device."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@functools.cache
+def cpu_rates(threads: int) -> DeviceRates:
+    """Return the rates of FP32 products and of copies with this many threads; measured once per process."""
+    cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    with torch.no_grad():
+        square, product = torch.ones(_SIDE, _SIDE, **cpu), torch.empty(_SIDE, _SIDE, **cpu)
+        source, copied = torch.ones(_COPIED, **cpu), torch.empty(_COPIED, **cpu)
+        multiply_s = _fastest_s(lambda: torch.mm(square, square, out=product))
+        copy_s = _fastest_s(lambda: copied.copy_(source))
+    return DeviceRates(2 * _SIDE**3 / multiply_s, 2 * copied.nbytes / copy_s)
+
+
+def _fastest_s(action: Callable[[], Any]) -> float:
+    action()
+    times = []
+    for _ in range(_REPEATS):
+        began_s = time.thread_time()
+        action()
+        times.append(time.thread_time() - began_s)
+    return max(min(times), 1e-9)
+
+
+# --- Time each operation of one step on the host, with the operations and bytes that its operands imply -------------------------
+
+# The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
+# an operation's time is that of its launch, so only the counts of operations and bytes are meaningful there.
+
+
+class OperationTimes(TorchDispatchMode):
+    """A dispatch mode that times every operation; entered before other modes, so that it does not time them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[OperationWork] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation and time it."""
+        began_s = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        cpu_s = time.thread_time() - began_s
+        count = COUNTS.get(func.overloadpacket)
+        flops = 0 if count is None else count(result, *args) * num_real_products(args)
+        moved = 0 if func.is_view else _bytes((args, kwargs, result))
+        self.operations.append(OperationWork(flops=flops, bytes=moved, cpu_s=cpu_s))
+        return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Allow torch.compile under this mode."""
+        return True
+
+
+def _bytes(values: Any) -> int:
+    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return sum(t.numel() * t.element_size() for t in found.values() if t.layout is torch.strided)

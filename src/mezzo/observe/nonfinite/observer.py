@@ -26,8 +26,7 @@ from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.errors import MezzoError
-from mezzo.measure.effective import Counted
-from mezzo.measure.flops import OperandFormats
+from mezzo.measure.flops import Counted, OperandFormats
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import (
     Evidence,
@@ -39,9 +38,8 @@ from mezzo.observe.nonfinite.evidence import (
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import ObservedRun, Observer, Update
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, own_line
-from mezzo.observe.stopping import StopScript
 from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
 
@@ -403,8 +401,6 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
         harmless=harmless,
     )
 
-
-# --- Where an error that ended a script was raised, by its traceback: also where no operation runs, as in torch's checks of arguments ---
 
 _CALLS = ("_wrapped_call_impl", "_call_impl", "forward", "__call__", "inner")
 """Functions of torch through which a module is called."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mezzo.errors import ScriptError
-from mezzo.measure.predict.script import data as script_data
+from mezzo.measure.predict.script import batches as script_data
 from mezzo.measure.predict.script import tapes
-from mezzo.measure.predict.script.data import SlowData
+from mezzo.measure.predict.script.batches import SlowData
 from mezzo.measure.predict.script.plan import script_plan
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
@@ -92,8 +92,8 @@ def test_only_what_comes_before_the_first_module_counts(
 
 LOW_LIMIT = """
 import sys
-from mezzo.measure.predict.script import data, process
-data.MOST_OPERATIONS = 100
+from mezzo.measure.predict.script import batches, process
+batches.MOST_OPERATIONS = 100
 process.main(sys.argv[1:])
 """
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
+from mezzo.measure.predict.tape_memory import bytes_by_kind
 
 SCRIPT = """
 import os

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tapes import TapeRequest
+from mezzo.measure.predict.tape_memory import bytes_by_kind
 
 
 def _train(watch: ScriptRecorder, *, channels_last: bool = False, second: bool = False) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from helpers_predict import traced_in_forks
 from mezzo.errors import ScriptError, UsageError
-from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
 from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.tape_memory import bytes_by_kind
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.position import generators_of, skip_batches
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.known_types import ABSENT, Described, Parts, library_code

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.snapshots.kinds import VALUE_KINDS, VALUES, make_scalar, scalar_parts
-from mezzo.engine.snapshots.memory import dtype_text, numpy_dtype
+from mezzo.engine.snapshots.kinds import VALUE_KINDS, VALUES, dtype_text, make_scalar, numpy_dtype, scalar_parts
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.rewriting import FunctionPlace, codes_in, place_of
 

@@ -22,8 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from mezzo.engine.snapshots.choosing import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded
-from mezzo.engine.snapshots.folder import saved_in
+from mezzo.engine.snapshots.folder import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded, saved_in
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
 from mezzo.launch.request import Request, ScriptFile, SnapshotRequest, TwinRequest

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mezzo.engine.snapshots.randomness import random_states
+from mezzo.engine.randomness import random_states
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LIBRARIES = (

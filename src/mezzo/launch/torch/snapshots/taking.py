@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several, save_is_due
+from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
@@ -39,7 +39,7 @@ from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_m
 from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
 from mezzo.launch.torch.snapshots.walk import sampler_states
 from mezzo.launch.torch.state import TorchRun
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotProof, SnapshotsTaken
 
@@ -124,7 +124,7 @@ class ScriptSnapshots:
         self._journal.install(patches)
 
     def run_file(self, script: ScriptFile) -> dict[str, Any]:
-        """TorchRun the script's file and return its global variables."""
+        """Run the script's file and return its global variables."""
         return run_as_main(self._files, script.path, package=script.package)
 
     def close(self) -> SnapshotsTaken:

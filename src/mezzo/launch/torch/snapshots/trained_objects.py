@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.guardrails.remedies import (
+from mezzo.engine.processes.agreement import Agreement
+from mezzo.engine.session_guard import (
     SaferPolicy,
     apply_remedy,
     newest_good,
@@ -24,9 +25,8 @@ from mezzo.engine.guardrails.remedies import (
     safer_policy,
     unchanged_policy,
 )
-from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import keep_formats
-from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
+from mezzo.engine.snapshots.structure import placed, placed_model, placed_optimizer
 from mezzo.launch.torch.script_objects import find_premade
 from mezzo.launch.torch.state import TorchRun
 from mezzo.records import Alarm, AlarmKind, Rewind

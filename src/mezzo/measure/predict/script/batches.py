@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,6 +12,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
@@ -18,6 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.engine.casts.registration import unwrapped
+from mezzo.engine.loop_checks import in_fp32
+from mezzo.engine.session import Session
 
 
 class ScriptBatches:
@@ -187,3 +193,105 @@ def _of_padded(original: Callable[..., Any]) -> Callable[..., Any]:
         return PackedSequence(flat, batch_sizes, order, back), layer.permute_hidden(hidden, back)
 
     return forward
+
+
+# --- Let a script prepare its data with numbers, if that would take minutes without them ----------------------------------------
+
+# An operation on fake tensors takes about 0.2 ms, however small it is. A loop that makes a data set sample by sample runs hundreds
+# of thousands of them, once for each tape. So a script that runs ``MOST_OPERATIONS`` before it builds its first module is
+# restarted, with real tensors up to that module. The limit counts operations instead of seconds, so that a script is always traced
+# in the same way.
+#
+# Limit: data that a script prepares after its first module have no numbers, and may take long.
+
+MOST_OPERATIONS = 20_000
+
+
+class SlowData(BaseException):
+    """Stops a script that still prepares its data: no handler of its own catches it."""
+
+
+class CountedFakeMode(FakeTensorMode):
+    """Fake tensors that count operations until the script has built its first module."""
+
+    def __init__(self) -> None:
+        """Start to count."""
+        super().__init__(allow_non_fake_inputs=True)
+        self._left: int | None = MOST_OPERATIONS
+
+    def stop_counting(self) -> None:
+        """Let the script run as many operations as it likes."""
+        self._left = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation.
+
+        Raises:
+            SlowData: the script has run too many before its first module.
+        """
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise SlowData
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextmanager
+def before_first_module(call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` once, before the block builds its first module."""
+    original, called = nn.Module.__init__, False
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            call()
+        original(module, *args, **kwargs)
+
+    with patch.object(nn.Module, "__init__", init):
+        yield
+
+
+# --- A script's own mixed precision, left out while it is traced: each tape has the formats of its policy and no others ---------
+
+# A script's autocast would lower the tape of ``fp32`` as well. Its GradScaler reads whether gradients are finite, which traced
+# tensors cannot show, and would skip every step. A ``mezzo.Session`` does both. An ``autocast(enabled=False)`` stays: it keeps an
+# operation in FP32 under any policy.
+
+
+@contextmanager
+def own_amp_left_out() -> Iterator[None]:
+    """Turn off each autocast, GradScaler and session that the block makes or enters."""
+    with ExitStack() as stack:
+        for kind, name, wrapped in (
+            (autocast, "__enter__", _entered),
+            (autocast, "__exit__", _left),
+            (GradScaler, "__init__", _off),
+            (Session, "__init__", in_fp32),
+        ):
+            stack.enter_context(patch.object(kind, name, wrapped(getattr(kind, name))))
+        yield
+
+
+def _entered(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        return self if self._enabled else original(self)
+
+    return enter
+
+
+def _left(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> Any:
+        return None if self._enabled else original(self, *error)
+
+    return leave
+
+
+def _off(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        original(self, *args[:5], **{**settings, "enabled": False})
+
+    return init

@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from mezzo.as_python import run_as_python
 from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.library_files import is_library_file
-from mezzo.measure.predict.script.data import SlowData
+from mezzo.measure.predict.script.batches import SlowData
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tape_server import PROGRAM, RECORDED, SOCKET
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest

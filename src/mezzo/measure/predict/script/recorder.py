@@ -24,13 +24,18 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.measure.cuda_answers import first, nothing
-from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.recorder import Recorder, storage_key
-from mezzo.measure.predict.script.amp import own_amp_left_out
-from mezzo.measure.predict.script.batches import ScriptBatches, first_size, longest_sequences, saved_in_memory
-from mezzo.measure.predict.script.data import CountedFakeMode, before_first_module
-from mezzo.measure.predict.script.devices import gpu_on_cpu
-from mezzo.measure.predict.script.gpu import called_by_script
+from mezzo.measure.predict.script.batches import (
+    CountedFakeMode,
+    ScriptBatches,
+    before_first_module,
+    first_size,
+    longest_sequences,
+    own_amp_left_out,
+    saved_in_memory,
+)
+from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
 from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.stand_ins import reading_frame, stand_ins

@@ -1,1 +1,0 @@
-"""Help and corrections: what they show, as data and as text."""

@@ -1,0 +1,141 @@
+"""Options that were renamed, and the names that other tools have for ours: what was typed, and what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """An option of an older Mezzo, as it was typed and as it is typed now."""
+
+    commands: tuple[str, ...]
+    old: str
+    new: str
+
+
+RENAMED = (
+    Renamed(commands=("compare",), old="--gpu t4,l4", new="--gpus t4,l4"),
+    Renamed(commands=("tune",), old="--repeats 3", new="--seeds 3"),
+    Renamed(
+        commands=("check", "compare", "fallback", "tune"), old="--resume --out runs/mine", new="--resume runs/mine"
+    ),
+    Renamed(commands=("compare",), old="--timeout 600", new="--timeout 600s"),
+    Renamed(commands=("check", "tune"), old="--budget 600", new="--budget 600s"),
+    Renamed(commands=("run",), old="--snapshot 300", new="--snapshot 300s"),
+    Renamed(commands=("resume-check",), old="--notice 10", new="--notice 10s"),
+    Renamed(commands=("audit",), old="--steps 3,10", new="--at 3,10"),
+)
+"""docs/commands.md shows this table."""
+
+COUNTERPARTS: Mapping[str, str] = {
+    "--policy": "--policies",
+    "--policies": "--policy",
+    "--gpu": "--gpus",
+    "--gpus": "--gpu",
+    "--seed": "--seeds",
+    "--seeds": "--seed",
+    "--steps": "--at",
+    "--at": "--steps",
+}
+"""Options for one and for several, and for how many steps and which: a command has one of them."""
+
+OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "--amp": (("--policy", "fp16"),),
+    "--amp-level": (("--policy",), ("--policies",)),
+    "--baseline": (("--policies",),),
+    "--fp16": (("--policy", "fp16"),),
+    "--bf16": (("--policy", "bf16"),),
+    "--half": (("--policy", "fp16"),),
+    "--precision": (("--policy",), ("--policies",)),
+    "--mixed-precision": (("--policy",), ("--policies",)),
+    "--format": (("--policy",), ("--policies",)),
+    "--dtype": (("--policy",), ("--policies",)),
+    "--output": (("--out",),),
+    "--output-dir": (("--out",),),
+    "--step": (("--at",), ("--steps",)),
+    "--repeats": (("--seeds",),),
+    "--runs": (("--seeds",),),
+    "--workers": (("--jobs",),),
+    "--time": (("--budget",), ("--timeout",)),
+    "--time-limit": (("--budget",), ("--timeout",)),
+    "--batch-size": (("--batch",),),
+    "--seq-len": (("--sequence",),),
+    "--seq-length": (("--sequence",),),
+    "--img-size": (("--image",),),
+    "--image-size": (("--image",),),
+    "--gradient-checkpointing": (("--checkpoint", "full"),),
+    "--patch": (("--write-patch",),),
+    "--html": (("--open",),),
+    "--device": (("--gpu",), ("--gpus",)),
+}
+"""Names that older versions and other tools have for our options: the first of ours that the command has is meant, with its value."""
+
+COMMANDS: Mapping[str, str] = {
+    "train": "run",
+    "start": "run",
+    "exec": "run",
+    "launch": "run",
+    "python": "run",
+    "benchmark": "compare",
+    "bench": "compare",
+    "test": "check",
+    "patch": "check --write-patch",
+    "convert": "check --write-patch",
+    "profile": "watch",
+    "speed": "watch",
+    "monitor": "watch",
+    "trace": "audit",
+    "debug": "diagnose",
+    "nan": "diagnose",
+    "estimate": "predict",
+    "memory": "predict",
+    "optimize": "tune",
+    "search": "tune",
+    "autotune": "tune",
+    "resume": "resume-check",
+    "info": "doctor",
+    "env": "doctor",
+    "ls": "report",
+    "list": "report",
+    "show": "report",
+    "view": "report",
+}
+"""Words that people try as commands, and the command that does it, with an option where it needs one."""
+
+LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
+"""The commands that an option without a command is tried with, in this order."""
+
+
+# --- The words that stand for values in help and errors, each with an example that can be typed ---------------------------------
+
+EXAMPLES: Mapping[str, str] = {
+    "POLICY": "bf16",
+    "POLICIES": "fp32,bf16",
+    "GPU": "a100-80gb",
+    "GPUS": "a100-80gb,rtx-4090",
+    "DURATION": "10m",
+    "SIZE": "12GiB",
+    "N": "3",
+    "STEP": "100",
+    "STEPS": "3,10",
+    "SHARE": "0.02",
+    "FOLDER": "runs/mine",
+    "PLAN": "full",
+    "PLANS": "full,12GiB",
+    "REGEX": "'acc=([0-9.]+)'",
+    "TRACKER": "tensorboard",
+    "CLUSTER": "slurm:gres=gpu:1",
+    "VERDICTS": "diverged,failed",
+    "ACTION": "stop",
+    "CHANGES": "channels-last,compile",
+    "NAME=VALUES": "batch-size=32,64",
+    "ARGUMENTS": "'--resume last.pt'",
+    "LIBRARY:NAME": "timm:resnet50",
+    "OPTIMIZER": "adamw",
+    "PRICE": "2.10",
+    "KIND": "fsdp",
+    "PORT": "8000",
+}
+"""Of options; those of arguments are SCRIPT, [ARGUMENTS] and RECORD."""

@@ -1,1 +1,0 @@
-"""Memory of a tape on a GPU: tensors, allocator, cuDNN's workspaces."""
