@@ -22,6 +22,7 @@ from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
+from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import RESUME, resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
 from mezzo.launch.process.command_signals import Stop, stoppable

@@ -12,7 +12,7 @@ import typer
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import Budget, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import write

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.options import completion, values
+from mezzo.cli.options import shared, values
 from mezzo.cli.options import shared as options
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, changes_of, finished_before
@@ -50,7 +50,7 @@ def compare(
         typer.Option(
             metavar="POLICIES",
             callback=values.policies,
-            autocompletion=completion.policies,
+            autocompletion=shared.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
         ),
@@ -77,7 +77,7 @@ def compare(
         str,
         typer.Option(
             metavar="VERDICTS",
-            autocompletion=completion.verdicts,
+            autocompletion=shared.verdicts,
             help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
             "not_equivalent stands for all five; none for none.",
         ),

@@ -8,7 +8,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage

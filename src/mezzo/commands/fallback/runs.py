@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Ahead
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.requests import folder_of_rank

@@ -12,7 +12,7 @@ import typer
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
