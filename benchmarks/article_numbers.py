@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, report, with_table
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.tape_memory import CUBLAS_WORKSPACE_BYTES, DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.named import NamedModel, named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict
+from mezzo.measure.predict.tape_memory import CUBLAS_WORKSPACE_BYTES, DRIVER_BYTES, predict_memory
 from mezzo.records import Prediction
 
 ROOT = Path(__file__).parents[1]

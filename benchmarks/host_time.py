@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import BUILDS, CONFIDENCE, RESULTS, Row, show, surroundings, write
 from benchmarks.processes import Build, Loop, NoAnswerError, answer_of, build, ratio
-from mezzo.launch.request_parts import GuardRequest
+from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 

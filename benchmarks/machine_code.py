@@ -88,7 +88,7 @@ class _Recorder:
 def launches() -> Iterator[Launch]:
     """Yield every kernel as it is launched, for each kind of weights."""
     gpu = importlib.import_module("mezzo.engine.kernels.gpu")
-    counting = importlib.import_module("mezzo.engine.kernels.gpu_exponents")
+    counting = importlib.import_module("mezzo.engine.kernels.gpu")
     exponents = importlib.import_module("mezzo.engine.kernels.exponents")
     one = torch.ones(())
     for dtype, name in ((FP16, "FP16"), (BF16, "BF16"), (FP32, "FP32")):

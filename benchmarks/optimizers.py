@@ -21,8 +21,8 @@ from benchmarks.models import bert_base_shapes
 from mezzo import AdamW, DynamicScale
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import fused
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.optimizers import one_pass as module
+from mezzo.engine.optimizers.one_pass import choose
 
 Shapes = list[tuple[int, ...]]
 IDEAL_BYTES = 30

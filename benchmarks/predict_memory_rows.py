@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.plan import HEADROOM
+from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from predict_litgpt import memory_of

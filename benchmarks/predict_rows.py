@@ -13,8 +13,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from mezzo.gpus import Gpu, find_gpu
-from mezzo.measure.predict.time import Constants, family
-from mezzo.measure.predict.time import Array, Card, Columns, longer_of, operation_bounds
+from mezzo.measure.predict.time import Array, Card, Columns, Constants, family, longer_of, operation_bounds
 from predict_models import NotBuilt, Row, row_of
 
 SAME_AS = {"MI250 (1 GCD)": "MI210", "V100-SXM3-32GB": "V100-SXM2-32GB"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.policy import Policy
 
 SIZES = (8, 64, 384, 4096)

@@ -34,8 +34,7 @@ from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.launch import child
 from mezzo.launch import torch as mezzo_launch_torch  # noqa: F401  # imported once, before the forks
-from mezzo.launch.request import Request
-from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.request import Request, SnapshotRequest
 from mezzo.policy import Policy
 from paths import SCRIPTS
 from resumable_scripts import HEAD

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo import devices
-from mezzo.engine import preparation, session
+from mezzo.engine import arguments, captured_step, session
 from mezzo.engine.casts import casting
 from mezzo.engine.gradients import all_parameters
-from mezzo.engine.graphs import captured_step
 from mezzo.engine.kernels import reference
 from mezzo.engine.optimizers import one_pass
 
@@ -130,7 +129,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs))
     monkeypatch.setattr(Tensor, "numpy", lambda t: np.zeros(()) if isinstance(t, FakeTensor) else numpy(t))
     monkeypatch.setattr(session.Session, "_differentiate", _gradients)
-    for module in (casting, captured_step, one_pass, preparation, session):
+    for module in (casting, captured_step, one_pass, arguments, session):
         if hasattr(module, "this_device"):
             monkeypatch.setattr(module, "this_device", lambda kind: h100 if kind == "cuda" else cpu)
         if hasattr(module, "choose"):

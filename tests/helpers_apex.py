@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.amp import registry
+from mezzo.compat.apex.amp import handle
 from mezzo.compat.apex.amp.state import AmpState
 
 
@@ -18,7 +18,7 @@ def clean() -> Iterator[None]:
     yield
     if amp._amp_state.handle is not None:
         amp._amp_state.handle._deactivate()
-    registry._registered.clear()
+    handle._registered.clear()
     vars(amp._amp_state).clear()
     vars(amp._amp_state).update(vars(AmpState()))
 

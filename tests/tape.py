@@ -109,7 +109,7 @@ class Kernel:
 
 
 class TapeGraphs:
-    """What ``mezzo.engine.graphs.captured_step.CudaGraphs`` is for CUDA."""
+    """What ``mezzo.engine.captured_step.CudaGraphs`` is for CUDA."""
 
     def __init__(self, everything: Callable[[], list[Tensor]]) -> None:
         self._everything = everything

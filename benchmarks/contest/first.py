@@ -17,7 +17,7 @@ from torch import nn
 import mezzo
 from benchmarks.contest.cases import BUILT_IN, POLICIES
 from benchmarks.contest.workloads import workload
-from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers.one_pass import choose
 from mezzo.errors import UnsupportedFormatError
 
 SIZES = (1, 7, 1023, 1024, 65_537)

@@ -17,7 +17,7 @@ from torch import nn
 import mezzo
 from benchmarks.contest.timing import Roofs, Sizes, block_ms, steps_for
 from benchmarks.models import bert_base_shapes
-from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers.one_pass import choose
 
 Passes: TypeAlias = dict[str, tuple[Callable[[], Any], int]]
 """What to run, and its ideal bytes for each parameter."""

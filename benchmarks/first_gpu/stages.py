@@ -22,7 +22,7 @@ TEST_FILES = (
     _ATTRIBUTION,
     "tests/gpu/test_gpu_reads.py",
     "tests/gpu/test_gpu_runs.py",
-    "tests/engine/graphs/test_captured_step.py",
+    "tests/engine/test_captured_step.py",
     "tests/gpu/test_gpu_values.py",
     "tests/engine/matrix_units/test_fp8.py",
     "tests/observe/ranges/test_ranges_casts.py",

@@ -16,8 +16,7 @@ from functools import cache
 import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
-from mezzo.commands.compare.quantities import Flags, Margin, PairStatistics, Quantity
-from mezzo.commands.compare.quantities import Absolute
+from mezzo.commands.compare.quantities import Absolute, Flags, Margin, PairStatistics, Quantity
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 2.0, 5.0)
 CLOSENESS = (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, math.inf)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
-from mezzo.commands.compare.quantities import Margin, MetricGrid, Quantity, spread_of
-from mezzo.commands.compare.quantities import Proportion
+from mezzo.commands.compare.quantities import Margin, MetricGrid, Proportion, Quantity, spread_of
 
 ACCURACIES = (0.5, 0.9, 0.97, 0.99)
 SHARED, OWN = (0.0, 0.02, 0.1), (0.0001, 0.005, 0.02, 0.05)

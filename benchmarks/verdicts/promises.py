@@ -11,9 +11,8 @@ import itertools
 import numpy as np
 
 from benchmarks.verdicts.rates import Rate
-from mezzo.commands.compare.quantities import Margin, Quantity
-from mezzo.commands.compare.quantities import Absolute
 from mezzo.commands.compare.judge import DECIDED_SHARE, seeds_needed
+from mezzo.commands.compare.quantities import Absolute, Margin, Quantity
 
 DIFFERENCES = (0.0, 0.3, 0.5, 1.5, 2.0)
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)

@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.verdicts.courses import correlated
 from benchmarks.verdicts.rates import Array, Rate, drawn, worst
-from mezzo.observe.limits import LEAST_SCALE
 from mezzo.observe.nonfinite.evidence import ModelNames
 from mezzo.observe.nonfinite.faults import Faults, SkipRule
+from mezzo.observe.settings import LEAST_SCALE
 from mezzo.records import Environment, RunRecord, Steps
 
 LENGTHS = (24, 50, 100, 199, 200, 1000)

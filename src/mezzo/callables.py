@@ -34,8 +34,7 @@ from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.observer import ModuleTree
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, RangesRecord, RunRecord

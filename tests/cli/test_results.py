@@ -25,7 +25,7 @@ from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import variables_that_matter
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, DiagnoseRecord, Environment, RangesRecord, RunRecord, read_record, write_record
-from mezzo.report.pages.shared import command_text
+from mezzo.report.pages import command_text
 from paths import SCRIPTS
 from record_builders import check_record, compare_record, resume_check_record, run_record
 

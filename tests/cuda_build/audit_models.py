@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers_audit import traced_step
-from mezzo.observe.audit import totals
+from mezzo.observe.audit import observer
 from mezzo.observe.audit.findings import AuditedSteps, findings
 
 WORDS, WIDTH, LENGTH, HEADS = 512, 128, 256, 4
@@ -144,9 +144,9 @@ def found(case: Case, low: torch.dtype) -> list[str]:
     assert {one.phase for one in seen} == {"forward", "dgrad", "wgrad", "optimizer"}
     watched = AuditedSteps(
         operations=seen,
-        wide=totals.wide_products([seen], policy=None, names=names),
-        trips=totals.round_trips(seen),
-        products=totals.products(seen),
+        wide=observer.wide_products([seen], policy=None, names=names),
+        trips=observer.round_trips(seen),
+        products=observer.products(seen),
         device_type="cuda",
         capability=(9, 0),
     )

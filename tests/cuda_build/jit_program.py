@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
 from triton_driver import install, launched, loaded  # noqa: E402
 
-from mezzo.engine.kernels import exponents, gpu, gpu_exponents  # noqa: E402
+from mezzo.engine.kernels import exponents, gpu  # noqa: E402
 from mezzo.engine.kernels.batch import Batch  # noqa: E402
 
 CAPABILITY = int(sys.argv[1])
@@ -49,7 +49,7 @@ def launch_all(sizes: list[int], *, at: int) -> None:
     for dtype in (FP16, BF16, FP32):
         values = [torch.ones(size + at, dtype=dtype)[at:] for size in sizes]
         gpu.sum_of_squares(values)
-        gpu_exponents.count(values, list(exponents.tables(len(values))))
+        gpu.count(values, list(exponents.tables(len(values))))
     for formats in _KINDS.values():
         gpu.adamw(batch(sizes, formats, at=at), _ADAMW, one, one)
         gpu.sgd(batch(sizes, formats, at=at), _SGD, one, one)

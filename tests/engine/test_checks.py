@@ -18,7 +18,7 @@ import mezzo
 from helpers_engine import mlp, randn, spoil
 from mezzo import MezzoError, PrecisionWarning, Session, SessionError
 from mezzo.compat.grad_scaler import GradScaler
-from mezzo.engine.ownership import Ownership
+from mezzo.engine.state import Ownership
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 X = randn(4, 6)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from helpers_engine import batches, mlp, same_bits
-from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers.one_pass import choose
 from mezzo.engine.state import open_window
 from mezzo.errors import ScaleFloorError, SessionError
 

@@ -17,8 +17,7 @@ with warnings.catch_warnings():
 from mezzo.errors import MezzoError
 from mezzo.launch.paddle import training
 from mezzo.measure.environment import environment_without_torch
-from mezzo.observe.settings import AnySettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AnySettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Memory, Reason, RunRecord, Steps
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from paddle_runs import AS_IS, fit, observed, paddle
 
-from mezzo.launch.paddle.audit.observer import TITLES, shape_of
+from mezzo.launch.paddle.audit import TITLES, shape_of
 from mezzo.observe.audit.findings import RULES
 from mezzo.observe.settings import AuditSettings
 from mezzo.records import AuditRecord

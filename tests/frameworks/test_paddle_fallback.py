@@ -13,7 +13,7 @@ from paddle_runs import batches, network, numbers, observed, paddle
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.search import Ahead
 from mezzo.errors import ScriptError
-from mezzo.launch.paddle.fallback.observer import relative_error
+from mezzo.launch.paddle.fallback import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy

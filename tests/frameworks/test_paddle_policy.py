@@ -11,7 +11,7 @@ import pytest
 from paddle_runs import paddle
 
 from mezzo.errors import PolicyError
-from mezzo.frameworks import paddle_ops
+from mezzo.frameworks import paddle as paddle_policy
 from mezzo.frameworks.paddle import explain, from_paddle, to_paddle
 from mezzo.launch.paddle.state import HostScale
 from mezzo.policy import PRESETS, Policy
@@ -149,11 +149,11 @@ def test_explain_names_what_paddle_cannot_honour(text: str, what: list[str]) -> 
 
 def test_paddles_own_lists_are_those_that_are_installed() -> None:
     lists = paddle.amp.amp_lists
-    ours = {paddle_ops.amp_name(op) for ops in paddle_ops.OPS.values() for op in ops} | {"linear_v2"}
-    assert lists.WHITE_LIST & ours == paddle_ops.PADDLE_WHITE
+    ours = {paddle_policy.amp_name(op) for ops in paddle_policy.OPS.values() for op in ops} | {"linear_v2"}
+    assert lists.WHITE_LIST & ours == paddle_policy.PADDLE_WHITE
     assert (lists.FP16_BLACK_LIST | lists.EXTRA_BLACK_LIST) & (
-        ours | paddle_ops.PADDLE_BLACK
-    ) == paddle_ops.PADDLE_BLACK
+        ours | paddle_policy.PADDLE_BLACK
+    ) == paddle_policy.PADDLE_BLACK
 
 
 F = paddle.nn.functional
@@ -214,8 +214,8 @@ def test_amp_names_are_those_that_paddle_counts(op: str) -> None:
         CALLS[op]()
         counted = set(paddle.base.core.get_low_precision_op_list())
         paddle.amp.debugging.disable_operator_stats_collection()
-    assert paddle_ops.amp_name(op) in counted
-    assert any(op in ops for ops in paddle_ops.OPS.values())
+    assert paddle_policy.amp_name(op) in counted
+    assert any(op in ops for ops in paddle_policy.OPS.values())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from paddle_runs import batches, fit, network, numbers, observed, paddle
 
 from mezzo.engine.kernels import exponents
-from mezzo.launch.paddle.ranges.observer import counted
+from mezzo.launch.paddle.ranges import counted
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord

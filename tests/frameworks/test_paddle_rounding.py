@@ -9,7 +9,7 @@ import pytest
 from paddle_runs import numbers, paddle
 
 from mezzo.formats import BF16, FP16, Format
-from mezzo.launch.paddle.rounding import rounded, rounder
+from mezzo.launch.paddle.surveys import rounded, rounder
 
 Array = np.ndarray[Any, Any]
 LARGE = [65504, 65519.996, 65520, -65520, 1e30, 3.4e38, -3.3961775e38, np.inf, -np.inf, np.nan]

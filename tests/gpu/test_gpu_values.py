@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mezzo as library
 from mezzo.engine.kernels import exponents, reference
-from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers.one_pass import choose
 
 plan("test_gpu_values", ranges=mezzo("ranges", "--steps", "3", "{here}/attribution_script.py", "{device}", "plain"))
 SIZES = (1, 3, 31, 1024, 4097, 1_000_003)

@@ -22,7 +22,7 @@ import pytest
 
 import mezzo
 from mezzo.launch import child
-from mezzo.launch.output import MetricReader, MetricStream
+from mezzo.launch.recording import MetricReader, MetricStream
 from mezzo.launch.request import Request
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import Reason, RunRecord, read_record

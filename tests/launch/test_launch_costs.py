@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.engine.session import Session
-from mezzo.launch.frameworks import training_in
 from mezzo.launch.torch import switched
+from mezzo.launch.training import training_in
 from mezzo.measure.steps import NumberBuffer, StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
@@ -93,7 +93,7 @@ BEFORE_A_FORK = """
 import sys
 import torch
 import test_launch_costs
-from mezzo.launch.process import fork_server
+from mezzo.launch import fork_server
 assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:

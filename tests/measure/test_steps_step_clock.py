@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.launch.torch.counting.counted_step import CountedStep
+from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.memory import CudaPeaks, Peaks
 from mezzo.measure.steps import StepClock, StepRecorder

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
 from mezzo.observe.lint.misuse_log import ENOUGH
 from mezzo.records import Finding
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages import finding_section
 from mezzo.report.sections import FactTable
 from paths import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.observe.audit.findings import RULES
-from mezzo.observe.lint.rules import MISUSES
+from mezzo.observe.lint.misuse_log import MISUSES
 from oracles.finding_pages import HOW, PAGES, planted, sections
 from paths import ROOT
 

@@ -57,7 +57,7 @@ FACTS = (
     " cuda_kernels oplists policyfields policy explain records"
 )
 MAY_IMPORT = {
-    # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
+    # package: the packages of mezzo that its files may import, also inside functions; a package names itself for its own files
     "errors": "",
     "lazy_names": "",
     "error_texts": "",
@@ -125,7 +125,7 @@ MEDIAN_BODY_LINES = 12
 LONG_FILES: dict[str, str] = {}  # path: reason
 LONG_BODIES: dict[str, str] = {}  # path::function: reason
 
-DTYPE_ROOMS = ("formats.py", "policy.py", "oplists.py", "engine/kernels")
+DTYPE_FILES = ("formats.py", "policy.py", "oplists.py", "engine/kernels")
 DTYPE_EXCEPTIONS: dict[str, str] = {}  # path: reason
 
 LIGHT_MODULES = [f"mezzo.{name}" for name in FACTS.split()]  # and the report: none imports torch
@@ -151,13 +151,13 @@ def module_of(path: str) -> str:
 
 
 LIGHT_PARTS = {"record": "records", "page": "report", "together": "report"}
-"""Files in a command's folder that belong to a room of which all may read records: they import nothing else of the command."""
+"""Files in a command's folder that belong to a package of which all may read records: they import nothing else of the command."""
 
 
-def room_of(module: str) -> str:
-    """Return the room of a dotted name: ``mezzo.engine.session`` lies in ``engine``, ``mezzo`` in ``__init__``."""
-    _, room, *inner = [*module.split("."), "__init__"]
-    return LIGHT_PARTS.get(inner[-2], room) if room == "commands" and len(inner) == 3 else room
+def package_of(module: str) -> str:
+    """Return the package of a dotted name: ``mezzo.engine.session`` lies in ``engine``, ``mezzo`` in ``__init__``."""
+    _, package, *inner = [*module.split("."), "__init__"]
+    return LIGHT_PARTS.get(inner[-2], package) if package == "commands" and len(inner) == 3 else package
 
 
 def imports_of(source: str, path: str, modules: set[str]) -> list[Import]:
@@ -205,16 +205,16 @@ def forbidden_imports(sources: dict[str, str]) -> list[str]:
         f"{path}:{found.line} imports {found.target}"
         for path, source in sources.items()
         for found in imports_of(source, path, modules)
-        if found.kind != "type" and room_of(found.target) not in MAY_IMPORT[_room_of_file(path)].split()
+        if found.kind != "type" and package_of(found.target) not in MAY_IMPORT[_package_of_file(path)].split()
     ]
 
 
-def _room_of_file(path: str) -> str:
-    return room_of(module_of(path))
+def _package_of_file(path: str) -> str:
+    return package_of(module_of(path))
 
 
 def import_cycle(sources: dict[str, str]) -> list[str]:
-    """Return modules that import each other in a ring, also inside a function or for types only, or an empty list."""
+    """Return modules that import each other in a circle, also inside a function or for types only, or an empty list."""
     modules = {module_of(path) for path in sources}
     graph = {module_of(path): [i.target for i in imports_of(source, path, modules)] for path, source in sources.items()}
     done: set[str] = set()
@@ -224,17 +224,17 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
             return [*trail[trail.index(module) :], module]
         if module in done:
             return []
-        rings = (visit(target, [*trail, module]) for target in graph.get(module, []))
-        ring = next((ring for ring in rings if ring), [])
+        circles = (visit(target, [*trail, module]) for target in graph.get(module, []))
+        circle = next((circle for circle in circles if circle), [])
         done.add(module)
-        return ring
+        return circle
 
-    return next((ring for ring in (visit(module, []) for module in graph) if ring), [])
+    return next((circle for circle in (visit(module, []) for module in graph) if circle), [])
 
 
-def test_every_room_has_a_row_in_the_import_table() -> None:
-    assert {_room_of_file(path) for path in SOURCES} <= set(MAY_IMPORT)
-    named = {room for allowed in MAY_IMPORT.values() for room in allowed.split()}
+def test_every_package_has_a_row_in_the_import_table() -> None:
+    assert {_package_of_file(path) for path in SOURCES} <= set(MAY_IMPORT)
+    named = {package for allowed in MAY_IMPORT.values() for package in allowed.split()}
     assert named <= set(MAY_IMPORT)
 
 
@@ -242,13 +242,13 @@ def test_imports_follow_the_table() -> None:
     assert forbidden_imports(SOURCES) == []
 
 
-def test_no_modules_import_each_other_in_a_ring() -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
     assert import_cycle(SOURCES) == []
 
 
 SHORT = 150
 MOST_SATELLITES = 20
-"""What may stay apart: where the joined file would be long, load a library that its users do without, or import in a ring."""
+"""What may stay apart: where the joined file would be long, load a library that its users do without, or import in a circle."""
 
 
 def satellites(sources: dict[str, str]) -> list[str]:
@@ -287,27 +287,32 @@ def test_a_program_begins_at_the_end_of_its_file() -> None:
     assert defined_too_late(SOURCES) == []
 
 
-WINGS_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
-MAY_IMPORT_WINGS = {"launch.keras": "torch"}  # Keras trains on torch, too
+SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
+MAY_IMPORT_SUBPACKAGES = {"launch.keras": "torch"}  # Keras trains on torch, too
 
 
-def wings_crossed(sources: dict[str, str]) -> list[str]:
-    """Return imports from one wing of a room into another; what two wings need lies on the room's own floor."""
+def subpackages_crossed(sources: dict[str, str]) -> list[str]:
+    """Return imports from one subpackage of a package into another; what two subpackages need lies in the package itself."""
     modules = {module_of(path) for path in sources}
     found = []
     for path, source in sources.items():
-        room, wing, *_ = [*path.removesuffix(".py").split("/"), ""]
-        apart = WINGS_APART.get(room, "").split()
-        allowed = [wing, *MAY_IMPORT_WINGS.get(f"{room}.{wing}", "").split()]
+        package, subpackage, *_ = [*path.removesuffix(".py").split("/"), ""]
+        apart = SUBPACKAGES_APART.get(package, "").split()
+        allowed = [subpackage, *MAY_IMPORT_SUBPACKAGES.get(f"{package}.{subpackage}", "").split()]
         for one in imports_of(source, path, modules):
-            _, target_room, target_wing, *_ = [*one.target.split("."), "", ""]
-            if wing in apart and target_room == room and target_wing in apart and target_wing not in allowed:
+            _, target_package, target_subpackage, *_ = [*one.target.split("."), "", ""]
+            if (
+                subpackage in apart
+                and target_package == package
+                and target_subpackage in apart
+                and target_subpackage not in allowed
+            ):
                 found.append(f"{path}:{one.line} imports {one.target}")
     return found
 
 
-def test_wings_do_not_import_each_other() -> None:
-    assert wings_crossed(SOURCES) == []
+def test_subpackages_do_not_import_each_other() -> None:
+    assert subpackages_crossed(SOURCES) == []
 
 
 # --- 2. the public names -------------------------------------------------------------------------
@@ -444,8 +449,8 @@ def dtype_names(source: str) -> list[str]:
     return found
 
 
-def test_dtype_names_stay_in_their_rooms() -> None:
-    elsewhere = {path: dtype_names(source) for path, source in SOURCES.items() if not path.startswith(DTYPE_ROOMS)}
+def test_dtype_names_stay_in_their_files() -> None:
+    elsewhere = {path: dtype_names(source) for path, source in SOURCES.items() if not path.startswith(DTYPE_FILES)}
     found = {path: names for path, names in elsewhere.items() if names}
     assert set(found) == set(DTYPE_EXCEPTIONS), found
 
@@ -456,27 +461,25 @@ REACH = re.compile(r"mezzo/(\S+?):\d+: error: mezzo\.(\S+)  \[reach\]")
 REACHED: dict[str, int] = {
     # class: how often another file sets one of its attributes or reads a private one
     "cli.options.values.Budget": 2,
-    "compat.apex.amp.optimizers.AmpOptimizer": 1,
     "compat.apex.amp.state.AmpState": 1,
     "compat.apex.amp.state.CastsOfO1": 1,
     "compat.driven.Driven": 2,
     "engine.optimizers.one_pass.OnePass": 1,
-    "engine.progress.Progress": 5,
+    "engine.state.Progress": 5,
     "engine.scaling.DynamicScale": 1,
     "engine.scaling.NoScale": 1,
     "engine.window.Window": 3,
-    "launch.keras.nonfinite.eager_values.EagerValues": 6,
+    "launch.keras.eager_values.EagerValues": 6,
     "launch.keras.state.KerasRun": 18,
-    "launch.paddle.gradients.backward.BackwardPasses": 1,
-    "launch.paddle.operations.Operations": 2,
+    "launch.paddle.backward.BackwardPasses": 1,
     "launch.paddle.state.HostScale": 1,
     "launch.paddle.state.PaddleRun": 7,
     "launch.ranks.leading.Leader": 2,
     "launch.ranks.meeting.Meeting": 1,
-    "launch.ranks.torchrun_error.FailureReason": 3,
+    "launch.ranks.launched.FailureReason": 3,
     "commands.tune.runs.Tune": 1,
     "launch.torch.phase.Phase": 5,
-    "launch.torch.updates.open_update.OpenUpdate": 8,
+    "launch.torch.open_update.OpenUpdate": 8,
     "measure.flops.Counted": 5,
     "measure.plain_steps.PlainSteps": 1,
     "measure.predict.recorder.Recorder": 22,
@@ -490,7 +493,7 @@ REACHED: dict[str, int] = {
     "observe.lint.scalers.Scalers": 1,
     "observe.nonfinite.evidence.Source": 10,
     "observe.nonfinite.propagation.InfinityTracer": 1,
-    "observe.nonfinite.recomputing.Recomputable": 1,
+    "observe.nonfinite.shadows.Recomputable": 1,
     "observe.observer.Observer": 1,
     "patching.regions.Regions": 1,
 }
@@ -643,8 +646,8 @@ SENTENCES_READ = {
     "error_texts.py": "errors of torch, CUDA and Python",
     "cli/usage.py": "errors of click and pydantic, and the command that was typed",
     "launch/recording.py": "Python's tracebacks",
-    "launch/ranks/positions.py": "faulthandler's tracebacks",
-    "launch/process/guard.py": "the kernel's /proc/PID/status",
+    "launch/ranks/blame.py": "faulthandler's tracebacks",
+    "launch/guard.py": "the kernel's /proc/PID/status",
     "notebook.py": "Python's NameError in the output of a cell",
     "measure/predict/script/tapes.py": "errors of Python and the output of the process that traced",
     "devices.py": "names of GPUs",
@@ -652,7 +655,7 @@ SENTENCES_READ = {
     "report/html.py": "texts that must not be broken between lines, as a pattern",
     "launch/torch/snapshots/functions.py": "kinds of parts in a snapshot's file",
     "launch/torch/snapshots/loops.py": "kinds of parts in a snapshot's file",
-    "launch/torch/snapshots/restore.py": "kinds of parts in a snapshot's file",
+    "launch/torch/snapshots/walk.py": "kinds of parts in a snapshot's file",
     "cli/shown_help.py": "the default in an option's help",
     "cli/progress.py": "its own time, without the seconds",
     "commands/check/page.py": "the order of a page's lines",
@@ -784,9 +787,9 @@ def classes_named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
                 found.setdefault(node.name, []).append(path)
 
     def parallel(paths: list[str]) -> bool:
-        wings = [next((w for w in SAME_FOR_EACH_FRAMEWORK if path.startswith(w)), "") for path in paths]
+        subpackages = [next((w for w in SAME_FOR_EACH_FRAMEWORK if path.startswith(w)), "") for path in paths]
         trackers = all(path.startswith(SAME_FOR_EACH_TRACKER) for path in paths)
-        return trackers or ("" not in wings and len(set(wings)) == len(wings))
+        return trackers or ("" not in subpackages and len(set(subpackages)) == len(subpackages))
 
     return {name: paths for name, paths in found.items() if len(paths) > 1 and not parallel(paths)}
 
@@ -956,7 +959,7 @@ def run_python(code: str, *args: str, folder: Path | None = None) -> subprocess.
 
 
 def test_light_modules_do_not_import_torch() -> None:
-    views = [module_of(path) for path in SOURCES if _room_of_file(path) in ("report", "records")]
+    views = [module_of(path) for path in SOURCES if _package_of_file(path) in ("report", "records")]
     done = run_python(IMPORT_EACH, "mezzo", "mezzo.patching", *LIGHT_MODULES, *views)
     assert done.returncode == 0, done.stderr
 
@@ -1067,18 +1070,18 @@ def test_laws_on_small_sources(law: Callable[[str], object], source: str, found:
     assert law(source) == found
 
 
-def test_a_wing_that_imports_another_is_found() -> None:
+def test_a_subpackage_that_imports_another_is_found() -> None:
     sources = {
         "observe/lint/a.py": "from mezzo.observe.audit import b\nfrom mezzo.observe import c\n",
         "observe/c.py": "",
     }
     sources |= {"observe/audit/b.py": "from mezzo.observe.audit import d\n", "observe/audit/d.py": ""}
-    assert wings_crossed(sources) == ["observe/lint/a.py:1 imports mezzo.observe.audit.b"]
+    assert subpackages_crossed(sources) == ["observe/lint/a.py:1 imports mezzo.observe.audit.b"]
     keras = {
         "launch/keras/a.py": "from mezzo.launch.torch import b\n",
         "launch/torch/b.py": "import mezzo.launch.keras.a\n",
     }
-    assert wings_crossed(keras) == ["launch/torch/b.py:1 imports mezzo.launch.keras.a"]
+    assert subpackages_crossed(keras) == ["launch/torch/b.py:1 imports mezzo.launch.keras.a"]
 
 
 def test_a_constant_defined_twice_is_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import record_builders as build
+from mezzo.commands.compare import together
 from mezzo.records import (
     AnyRecord,
     AuditRecord,
@@ -30,9 +31,8 @@ from mezzo.records import (
     Verification,
     WideProduct,
 )
-from mezzo.report.html import write_html, write_index, write_together
-from mezzo.report.index.entries import entry_of
-from mezzo.report.index.sheet import index_sheet
+from mezzo.report.html import write_html, write_index, write_page
+from mezzo.report.index import entry_of, index_sheet
 
 LONG = "fp16:fp32_modules=encoder.layers.*.attention+head.*:init_scale=1024:growth_interval=100"
 
@@ -261,7 +261,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
     for name, record in records.items():
         write_html(record, pages[name], typed=str(folder / "train.py"))
     pages |= {"together": folder / "together.html", "index": folder / "index.html"}
-    write_together([build.compare_record(), long_names()], pages["together"])
+    write_page(together.page([build.compare_record(), long_names()]), pages["together"])
     entries = [entry_of(folder / name / "record.json", record, folder) for name, record in records.items()]
     write_index(index_sheet(entries, folder), pages["index"])
     return pages

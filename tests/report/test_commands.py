@@ -226,7 +226,7 @@ WRITERS = {
     "cli/words.py": "the words as typed, with the folder",
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
-    "report/pages/shared.py": "the command as typed",
+    "report/pages.py": "the command as typed",
     "report/log_entries.py": "the command as typed, for a tracker",
     "commands/compare/page.py": "the command as typed, for a tracker",
     "launch/ranks/meeting.py": "the commands of two processes that are not the same",

@@ -24,10 +24,9 @@ from mezzo.cli import results
 from mezzo.records import AnyRecord
 from mezzo.records.files import _adapter
 from mezzo.report.html import render_html, write_index
-from mezzo.report.index.entries import entry_of
-from mezzo.report.index.sheet import index_sheet
+from mezzo.report.index import entry_of, index_sheet
+from mezzo.report.log_entries import log_entry
 from mezzo.report.terminal import print_index, render
-from mezzo.report.tracking.log_entry import log_entry
 
 TEXTS = [
     "",

@@ -25,7 +25,7 @@ def _main(words: list[str]) -> int:
     from mezzo.cli.ranks import in_ranks
     from mezzo.cli.words import WORDS
     from mezzo.errors import MezzoError
-    from mezzo.launch.ranks.torchrun_error import report_failure
+    from mezzo.launch.ranks.launched import report_failure
 
     token = WORDS.set(tuple(words))
     try:

@@ -28,8 +28,8 @@ from mezzo.commands.run import command as run
 from mezzo.commands.tune import command as tune
 from mezzo.commands.watch import command as watch
 from mezzo.errors import MezzoError
-from mezzo.launch.process.command_signals import Stopped
-from mezzo.launch.ranks.torchrun_error import REASON
+from mezzo.launch.ranks.launched import REASON
+from mezzo.launch.signals import Stopped
 from mezzo.secrets import hidden_text, secrets_among
 from mezzo.version import VERSION
 

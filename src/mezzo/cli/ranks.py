@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mezzo.cli.words import value_after
 from mezzo.errors import ScriptError
-from mezzo.launch.ranks.launched import Launched, launched
-from mezzo.launch.ranks.torchrun_error import report_failure
+from mezzo.launch.ranks.launched import Launched, launched, report_failure
 
 _IN_ALL_PROCESSES = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run a script in all processes at once."""

@@ -25,15 +25,14 @@ from mezzo.cli.progress import shown
 from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import RESUME, resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
-from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.launch.signals import Stop, stoppable
 from mezzo.readable import readable
 from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
-    from mezzo.launch.request import Request, StandIn
-    from mezzo.launch.request_parts import ModelChanges, SnapshotRequest
+    from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
@@ -207,7 +206,7 @@ def check_supported(feature: str, target: str, *, as_module: bool) -> None:
     Raises:
         ScriptError: names the framework, those that are allowed, and what to do instead.
     """
-    from mezzo.launch.support.supported_commands import LIMITED, refusal, stage_of
+    from mezzo.launch.support import LIMITED, refusal, stage_of
 
     if feature in LIMITED:  # the framework is read from the script's files, which takes time
         refused = refusal(feature, stage_of(target, kind="module" if as_module else "script"), target=target)
@@ -266,7 +265,7 @@ def changes_of(
     Raises:
         ScriptError: the models of this script cannot be changed.
     """
-    from mezzo.launch.request_parts import ModelChanges
+    from mezzo.launch.request import ModelChanges
 
     requested = {
         "--channels-last": channels_last,

@@ -20,8 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from mezzo.compat.driven import Driven
-from mezzo.compat.regions import ModelRegion
+from mezzo.compat.driven import Driven, ModelRegion
 from mezzo.engine.casts.conversion import to_format, unwrap, wrap, wrapped_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP32

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine import arguments, checks
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import parameters_of, put_back, set_aside, trained_by
 from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.session import Session
 from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
-from mezzo.launch.schedules import ScriptSchedules
+from mezzo.launch.any_script import ScriptSchedules
 from mezzo.measure import memory
 from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
@@ -393,3 +394,23 @@ def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) ->
             "casts operations, such as fp16 and bf16",
             hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
         )
+
+
+class ModelRegion:
+    """The region of the model's owner, which trains it; for a copy of the model, a region of the policy alone.
+
+    A copy does not train with the original, and pickles without the original's optimizers.
+    """
+
+    def __init__(self, policy: Policy, owner: Any = None) -> None:
+        """Use the ``region()`` of ``owner``; None for a copy of the model."""
+        self.policy, self.owner = policy, owner
+
+    def __call__(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the region for a call of ``model``."""
+        if self.owner is None:
+            self.owner = Casting.of(self.policy, next((p.device.type for p in model.parameters()), "cpu"))
+        return self.owner.region()  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[type[ModelRegion], tuple[Policy]]:
+        return ModelRegion, (self.policy,)

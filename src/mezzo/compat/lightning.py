@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
 from mezzo.engine.casts.conversion import cast_ends, fp32_modules, to_format, wrap
-from mezzo.engine.processes.replicas import bare
+from mezzo.engine.processes.shards import bare
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 from mezzo.policy import Policy

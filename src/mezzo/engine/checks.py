@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mezzo import error_texts
 from mezzo.engine.gradients import parameters_of, worst_gradients
 from mezzo.engine.optimizers.master_weights import NoMasters
-from mezzo.engine.optimizers.step_hooks import have_hooks
+from mezzo.engine.optimizers.one_pass import have_hooks
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
 from mezzo.policy import Policy
 

@@ -99,9 +99,6 @@ def _switch(what: str, value: str, reason: str, apply: Callable[[], object] | No
     return _Switch(Choice(what=what, value=value, reason=reason), apply)
 
 
-# --- memory format and kernels of convolutions ----------------------------------------------------
-
-
 def _channels_last(case: _Case) -> _Switch:
     def off(reason: str) -> _Switch:
         return _switch("channels_last", "off", reason)
@@ -148,9 +145,6 @@ def _cudnn_benchmark(case: _Case) -> _Switch:
     return _switch("cudnn benchmark", "on", reason, turn_on)
 
 
-# --- arithmetic -----------------------------------------------------------------------------------
-
-
 def _tf32(case: _Case) -> _Switch:
     what, policy = "tf32 for the fp32 rest", case.policy
 
@@ -187,9 +181,6 @@ def _slow_kernels(case: _Case) -> list[Choice]:
         "an AVX2 CPU"
     )
     return [Choice(what="16-bit kernels", value=value, reason=reason)]
-
-
-# --- compiling and capturing ----------------------------------------------------------------------
 
 
 def _compile(case: _Case) -> _Switch:
@@ -232,9 +223,6 @@ def _shared_weights(model: nn.Module) -> int:
             if parameter is not None:
                 owners[parameter] = owners.get(parameter, 0) + 1
     return sum(count > 1 for count in owners.values())
-
-
-# --- alignment ------------------------------------------------------------------------------------
 
 
 class _Side(NamedTuple):

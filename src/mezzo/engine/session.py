@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.engine import arguments, checks
+from mezzo.engine.arguments import choose_update, explained, listed, prepare
+from mezzo.engine.captured_step import CapturedStep, StepCalls
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.gradients import (
+    DirectPasses,
     all_parameters,
     clamp,
     clip_factor,
@@ -44,21 +46,16 @@ from mezzo.engine.gradients import (
     trained_by,
     wide,
 )
-from mezzo.engine.graphs.captured_step import CapturedStep, StepCalls
-from mezzo.engine.guardrails.session_guard import SessionGuard
 from mezzo.engine.loop_checks import FirstWindows
 from mezzo.engine.micro_batches import MicroBatch, MicroBatches, TrainingCalls
 from mezzo.engine.optimizers.one_pass import OnePass, norm_by_kernels
-from mezzo.engine.ownership import Ownership
-from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.processes.distributed import processes_for
-from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
-from mezzo.engine.schedules import Schedules
+from mezzo.engine.session_guard import SessionGuard
+from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable
-from mezzo.engine.snapshots.saves import Snapshots
-from mezzo.engine.state import NoWatch, SessionState, open_window
+from mezzo.engine.state import NoWatch, Ownership, Progress, Schedules, SessionState, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy

@@ -16,7 +16,7 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out, loss_scale, modules, weights
 from mezzo.formats import BF16, FP16
-from mezzo.frameworks import paddle_ops
+from mezzo.oplists import Precision
 from mezzo.policy import PRESETS, Policy
 
 NO_EFFECT = "Paddle's AMP has no effect on a CPU: it turns itself off without a GPU"
@@ -68,7 +68,7 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
         PolicyError: Paddle has no such format.
     """
     check(policy)
-    white, black = paddle_ops.custom_lists(policy) if policy.lowers else ([], [])
+    white, black = custom_lists(policy) if policy.lowers else ([], [])
     # Paddle requires a format even if the policy casts nothing.
     low = policy.storage.dtype_name if policy.lowers else FP16.dtype_name
     auto_cast = {
@@ -156,9 +156,9 @@ def _base(settings: dict[str, Any]) -> Policy:
 
 
 def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
-    ops = [op for ops in paddle_ops.OPS.values() for op in ops]
-    known = sorted({*ops, *map(paddle_ops.amp_name, ops)})
-    chosen = paddle_ops.precisions(policy)
+    ops = [op for ops in OPS.values() for op in ops]
+    known = sorted({*ops, *map(amp_name, ops)})
+    chosen = precisions(policy)
     changed: dict[str, tuple[str, ...]] = {}
     for setting, precision in (("custom_white_list", "lower"), ("custom_black_list", "fp32")):
         listed: set[str] = set()
@@ -168,7 +168,7 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
                     f"{setting} names {name!r}, which is in no family of a policy; {nearest(str(name), known)}",
                     hint="leave it out, or name one of them",
                 )
-            listed |= {op for op in ops if name in (op, paddle_ops.amp_name(op))}
+            listed |= {op for op in ops if name in (op, amp_name(op))}
         changed[precision] = _policy_names({op for op in listed if chosen[op] != precision})
     return policy.replace(**changed)
 
@@ -176,7 +176,7 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
 def _policy_names(ops: set[str]) -> tuple[str, ...]:
     """Return a policy's names for operations of Paddle: whole families, and single operations if their names are torch's as well."""
     names = set()
-    for family, members in paddle_ops.OPS.items():
+    for family, members in OPS.items():
         of_family = ops & set(members)
         whole = len(of_family) == len(members) or not all(map(_is_policy_name, of_family))
         names |= ({family} if whole else of_family) if of_family else set()
@@ -310,9 +310,9 @@ def left_out(policy: Policy) -> list[LeftOut]:
 def _unlisted(policy: Policy) -> list[Choice]:
     """Return the operations in the policy's lists that Paddle cannot honour there."""
     why = "no operation of Paddle corresponds to it"
-    unlisted = [(f"{lst} list", name, why) for lst, name in paddle_ops.unknown_to_paddle(policy)]
+    unlisted = [(f"{lst} list", name, why) for lst, name in unknown_to_paddle(policy)]
     promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
-    unlisted += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
+    unlisted += [("widest list", name, promoted) for name in policy.widest if listed_by(name)]
     return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unlisted]
 
 
@@ -327,9 +327,7 @@ def script_lines(before: str, new: Policy) -> str:
     lines = []
     if set(new.fp32_modules) - set(old.fp32_modules):
         lines.append("with paddle.amp.auto_cast(enable=False):")
-    ops = sorted(
-        {paddle_ops.amp_name(op) for name in set(new.fp32) - set(old.fp32) for op in paddle_ops.listed_by(name)}
-    )
+    ops = sorted({amp_name(op) for name in set(new.fp32) - set(old.fp32) for op in listed_by(name)})
     if ops:
         names = ", ".join(f'"{op}"' for op in ops)
         lines.append(f"paddle.amp.auto_cast(custom_black_list=[{names}])")
@@ -338,3 +336,157 @@ def script_lines(before: str, new: Policy) -> str:
     elif new.loss_scale != "none" and (new.loss_scale, new.init_scale) != (old.loss_scale, old.init_scale):
         lines.append(f"scaler = paddle.amp.GradScaler(init_loss_scaling={new.init_scale})")
     return "; ".join(lines)
+
+
+# An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
+# if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` contains the second, as printed for a call by
+# ``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1; ``PADDLE_WHITE`` and ``PADDLE_BLACK`` are the lists in
+# ``paddle/amp/amp_lists.py`` of that version, without operations that belong to no family. Families that are missing here are not
+# separate operations in Paddle.
+
+OPS: dict[str, tuple[str, ...]] = {
+    family: tuple(names.split())
+    for family, names in {
+        "matmul": "matmul linear linear_v2 bmm mv addmm addmm_ baddbmm einsum",
+        "conv": "conv2d depthwise_conv2d conv3d conv2d_transpose depthwise_conv2d_transpose conv3d_transpose",
+        "attention": "flash_attn memory_efficient_attention",
+        "rnn": "rnn",
+        "prelu": "prelu",
+        "exp": "exp expm1",
+        "log": "log log10 log2 log1p",
+        "trigonometric": "acos asin cosh sinh tan",
+        "erfinv": "erfinv",
+        "pow": "pow elementwise_pow",
+        "reciprocal": "reciprocal rsqrt",
+        "softmax": "softmax log_softmax",
+        "logsumexp": "logsumexp",
+        "softplus": "softplus",
+        "layer_norm": "layer_norm",
+        "rms_norm": "rms_norm",
+        "group_norm": "group_norm",
+        "norm": "p_norm frobenius_norm renorm",
+        "distance": "dist",
+        "loss": "cross_entropy_with_softmax nll_loss huber_loss kldiv_loss sigmoid_cross_entropy_with_logits",
+        "binary_cross_entropy": "bce_loss",
+        "sum": "sum",
+        "prod": "prod cumprod",
+        "cumsum": "cumsum",
+        "interpolate": "linear_interp nearest_interp bilinear_interp bicubic_interp trilinear_interp",
+        "relu": "relu",
+        "gelu": "gelu",
+        "silu": "silu",
+        "sigmoid": "sigmoid",
+        "tanh": "tanh",
+        "batch_norm": "batch_norm instance_norm",
+        "mean": "mean mean_all",
+        "sqrt": "sqrt",
+        "add": "add",
+        "mul": "multiply",
+        "div": "divide",
+        "embedding": "embedding",
+    }.items()
+}
+"""Functions of ``paddle._C_ops`` by family."""
+
+AMP_NAMES = {
+    "matmul": "matmul_v2",
+    "linear": "matmul_v2",
+    "addmm_": "addmm",
+    "cross_entropy_with_softmax": "softmax_with_cross_entropy",
+    "sum": "reduce_sum",
+    "prod": "reduce_prod",
+    "mean": "reduce_mean",
+    "mean_all": "mean",
+    "add": "elementwise_add",
+    "multiply": "elementwise_mul",
+    "divide": "elementwise_div",
+    "embedding": "lookup_table_v2",
+    "linear_interp": "linear_interp_v2",
+    "nearest_interp": "nearest_interp_v2",
+    "bilinear_interp": "bilinear_interp_v2",
+    "bicubic_interp": "bicubic_interp_v2",
+    "trilinear_interp": "trilinear_interp_v2",
+}
+"""Names of operations in ``paddle.amp`` that differ from those in ``paddle._C_ops``."""
+
+OPERATORS = {
+    "__matmul__": "matmul",
+    "__add__": "add",
+    "__radd__": "add",
+    "__mul__": "multiply",
+    "__rmul__": "multiply",
+    "__truediv__": "divide",
+    "__pow__": "elementwise_pow",
+}
+"""Operators of ``paddle.Tensor`` that bypass ``paddle._C_ops``, with the operation that each performs."""
+
+PADDLE_WHITE = frozenset(("conv2d", "einsum", "matmul_v2", "linear_v2", "flash_attn"))
+_BLACK = (
+    "tan acos asin sinh cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt pow reduce_sum mean reduce_mean "
+    "reduce_prod cumprod cumsum dist frobenius_norm renorm group_norm layer_norm softmax softplus log_softmax "
+    "softmax_with_cross_entropy sigmoid_cross_entropy_with_logits nll_loss huber_loss linear_interp_v2 "
+    "nearest_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2 lookup_table_v2"
+)
+PADDLE_BLACK = frozenset(_BLACK.split())
+
+_LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
+"""Families that a loss consists of in Paddle: its gradient begins as large as the loss scale, which may exceed FP16's range."""
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+
+
+def amp_name(op: str) -> str:
+    """Return the name under which ``paddle.amp`` lists the operation ``op`` of ``paddle._C_ops``."""
+    return AMP_NAMES.get(op, op)
+
+
+def listed_by(name: str) -> tuple[str, ...]:
+    """Return the operations of ``paddle._C_ops`` that a family's or an operation's name in a policy means; empty if Paddle has none."""
+    if name in OPS:
+        return OPS[name]
+    return tuple(op for ops in OPS.values() for op in ops if op == name)
+
+
+def precisions(policy: Policy) -> dict[str, Precision]:
+    """Return the precision of every operation under ``policy``: the portable lists, or Paddle's own under ``op_lists=device``."""
+    portable = policy.op_lists == "portable"
+    found: dict[str, Precision] = {
+        op: oplists.BY_NAME[family].precision if portable else _paddles_own(op)
+        for family, ops in OPS.items()
+        for op in ops
+    }
+    for precision in oplists.USER_LISTS:
+        for name in getattr(policy, precision):
+            found.update(dict.fromkeys(listed_by(name), precision))
+    return found
+
+
+def _paddles_own(op: str) -> Precision:
+    if amp_name(op) in PADDLE_WHITE:
+        return "lower"
+    return "fp32" if amp_name(op) in PADDLE_BLACK else "follow"
+
+
+def custom_lists(policy: Policy) -> tuple[list[str], list[str]]:
+    """Return what ``policy`` adds to Paddle's white list and to its black list, sorted, by the names of ``paddle.amp``."""
+    chosen = precisions(policy)
+    white = {amp_name(op) for op, precision in chosen.items() if precision == "lower"}
+    black = {amp_name(op) for op, precision in chosen.items() if precision == "fp32"}
+    return sorted(white - PADDLE_WHITE), sorted(black - PADDLE_BLACK - white)
+
+
+def unknown_to_paddle(policy: Policy) -> list[tuple[str, str]]:
+    """Return the names in the policy's lists that no operation of Paddle matches, each with the name of its list."""
+    names = [(lst, name) for lst in oplists.USER_LISTS for name in getattr(policy, lst)]
+    return [(lst, name) for lst, name in names if not listed_by(name)]
+
+
+def for_scripts(policy: Policy) -> Policy:
+    """Return ``policy`` for a script whose parameters stay FP32: with casts by operation.
+
+    A policy that casts the model becomes lists that run everything in 16 bits except losses and, if the policy says so, norms.
+    """
+    if policy.casting != "model":
+        return policy
+    excepted = {*policy.fp32, *policy.widest, *policy.lower, *_LOSSES, *(_NORMS if policy.norms == "fp32" else ())}
+    lower = (*policy.lower, *(family for family in OPS if family not in excepted))
+    return policy.replace(casting="ops", master_weights=False, norms="fp32", lower=lower)

@@ -23,17 +23,15 @@ from typing import Any, cast
 from mezzo.as_python import run_as_python
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, Training, names_cuda, spec_of, training_in
-from mezzo.launch.output import MetricReader, MetricStream
+from mezzo.launch.frameworks import Framework, names_cuda, spec_of
 from mezzo.launch.patches import Patches
-from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.progress import EVERY_S, reports_to
-from mezzo.launch.ranks.positions import write_position_on_signal
-from mezzo.launch.recording import Ending, guarded, record_of
-from mezzo.launch.request import NO_RECORD, Request
-from mezzo.launch.request_parts import ScriptFile
+from mezzo.launch.ranks.blame import write_position_on_signal
+from mezzo.launch.recording import Ending, MetricReader, MetricStream, guarded, record_of
+from mezzo.launch.request import NO_RECORD, Request, ScriptFile
+from mezzo.launch.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.spawned import SpawnedProcesses
-from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.training import StepLimit, Training, training_in
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mezzo.launch.import_hooks import after_import
-from mezzo.launch.patches import Patches
+from mezzo.launch.patches import Patches, after_import
 from mezzo.library_files import is_library_file
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead
 
@@ -108,9 +107,6 @@ def files_read(since_s: float | None) -> Iterator[FilesRead]:
     finally:
         _watching = None
         patches.undo()
-
-
-# --- libraries that open files in native code ------------------------------------------------------------------------------------
 
 
 def _read(files: FilesRead, position: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
-from mezzo.launch.process.fork_server import Starter, child_command
-from mezzo.launch.process.group import Guarded, Process
+from mezzo.launch.fork_server import Starter, child_command
 from mezzo.launch.progress import followed
+from mezzo.launch.ranks.blame import POSITION_SIGNAL, wait_for_position
+from mezzo.launch.ranks.launched import REASON
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
-from mezzo.launch.ranks.positions import POSITION_SIGNAL, wait_for_position
-from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import NO_RECORD, Request, policy_text
+from mezzo.launch.signals import Guarded, Process, Stop, Stopped, stoppable
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
 from mezzo.observe.settings import FallbackSettings

@@ -17,13 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mezzo.launch.frameworks import Training, names_cuda, training_in
+from mezzo.launch.frameworks import names_cuda
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
-from mezzo.launch.ranks.merged import merged, run_of
-from mezzo.launch.ranks.requests import for_rank
+from mezzo.launch.ranks.merged import for_rank, merged, run_of
 from mezzo.launch.recording import guarded, record_of
 from mezzo.launch.request import Request
+from mezzo.launch.training import Training, training_in
 from mezzo.measure.environment import surroundings
 from mezzo.records import AnyRecord, RunRecord, record_at, write_record
 

@@ -5,13 +5,20 @@ Called as ``python -m mezzo.launch.twin REQUEST``. It writes digests of its stat
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
+import re
 import shutil
+import socket
+import struct
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from mezzo.launch.process.copy_on_write import write_to_copies
-from mezzo.launch.process.guard import die_with_parent
+from mezzo.launch.guard import die_with_parent
 from mezzo.launch.request import Request
 
 _NICE = 5
@@ -47,6 +54,120 @@ def _copy_snapshot(request: Request) -> None:
     (folder / saved.name).symlink_to(saved)
     for journal in saved.parent.glob("files-*"):
         shutil.copytree(journal, folder / journal.name)
+
+
+# The process gets mounts of its own, with an overlay over every folder. What it writes goes into memory and ends with it. Code in C is
+# covered too, which a patch of Python's functions would miss. What no overlay covers becomes read-only.
+#
+# Limits: Linux only; many containers forbid it; each file that changes is copied into memory, at most half of the machine's; devices, pipes
+# and signals are the real ones.
+
+_SYSTEM = ("/proc", "/sys", "/dev")
+_MEMORY = "/dev/shm"
+"""Gets a file system in memory for what is written, and for what the processes of this one share."""
+_NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x20000, 0x10000000, 0x40000000  # of Linux's unshare
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000  # of its mount
+_SAME_FLAGS, _RELATIVE_TIMES = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME, 1 << 21
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # of a network interface
+
+
+def write_to_copies() -> None:
+    """Let all that this process writes from now on go to copies. It must have a single thread.
+
+    Raises:
+        OSError: the system does not allow it; nothing may be written then.
+    """
+    if sys.platform != "linux":
+        raise OSError("only Linux gives a process a file system of its own")
+    here = os.getcwd()
+    unprivileged = _unshare()
+    _mount("none", "/", "", _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", _MEMORY, "tmpfs")
+    changes, covered = tempfile.mkdtemp(dir=_MEMORY), set[str]()
+    points = _mount_points()
+    for number, folder in enumerate(one for point in points for one in _folders(point, points)):
+        with suppress(OSError):  # of a kind that takes no overlay: it is read-only below
+            _cover(folder, f"{changes}/{number}", unprivileged=unprivileged)
+            covered.add(folder)
+    for point in points:
+        if point not in covered:
+            _make_read_only(point)
+    os.chdir(here)
+
+
+def _unshare() -> bool:
+    """Leave the mounts and the network of the other processes; return whether a user namespace was needed for it."""
+    if os.geteuid() == 0:
+        with suppress(OSError):
+            _call("unshare", _NEW_MOUNTS | _NEW_NETWORK)
+            _begin_loopback()
+            return False
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", _NEW_USER | _NEW_MOUNTS | _NEW_NETWORK)
+    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    _begin_loopback()
+    return True
+
+
+def _begin_loopback() -> None:
+    """Let the process reach itself: gloo and data loaders may use sockets."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        flags = struct.unpack("16xH", fcntl.ioctl(any_socket, _GET_FLAGS, struct.pack("16sH14x", b"lo", 0))[:18])[0]
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
+
+
+def _mount_points() -> list[str]:
+    """Return the folders at which something is mounted that can be written to, the outermost first."""
+    rows = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    points = {_unescaped(row[4]) for row in rows if "ro" not in row[5].split(",")}
+    return sorted(point for point in points if not _is_system(point) and os.path.isdir(point))
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _is_system(path: str) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in _SYSTEM)
+
+
+def _folders(folder: str, points: Sequence[str]) -> Iterator[str]:
+    """Yield the largest folders of a mount that have no other mount below them, which an overlay would hide."""
+    below = folder.rstrip("/") + "/"
+    if not any(one.startswith(below) for one in [*points, *_SYSTEM]):
+        yield folder
+        return
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False) and entry.path not in points and not _is_system(entry.path):
+                yield from _folders(entry.path, points)
+
+
+def _cover(folder: str, changes: str, *, unprivileged: bool) -> None:
+    os.chdir(folder)  # so that its name, which may have commas, is not among the options
+    os.makedirs(f"{changes}/new")
+    os.makedirs(f"{changes}/work")
+    kept = ",userxattr" if unprivileged else ""
+    _mount("overlay", ".", "overlay", options=f"lowerdir=.,upperdir={changes}/new,workdir={changes}/work{kept}")
+
+
+def _make_read_only(point: str) -> None:
+    flags = os.statvfs(point).f_flag
+    kept = (flags & _SAME_FLAGS) | (_RELATIVE_TIMES if flags & os.ST_RELATIME else 0)
+    _mount("none", point, "", _REMOUNT | _BIND | _READ_ONLY | kept)
+
+
+def _mount(source: str, target: str, kind: str, flags: int = 0, *, options: str = "") -> None:
+    _call("mount", os.fsencode(source), os.fsencode(target), kind.encode() or None, flags, options.encode() or None)
+
+
+def _call(function: str, *args: object) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, function)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), function)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mezzo.engine.guardrails.alarms import UpdateNumbers
+from mezzo.engine.alarms import UpdateNumbers
 from mezzo.formats import FP32
 from mezzo.measure.live import Reports
 from mezzo.measure.plain_steps import Owners, SeparateLosses, known_scales

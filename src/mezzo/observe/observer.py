@@ -29,7 +29,7 @@ from mezzo.engine.scaling import Scale
 from mezzo.measure.flops import Counted, effective
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.one_module import OneModule
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 

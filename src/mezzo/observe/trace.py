@@ -169,8 +169,6 @@ def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step:
             counted.switched_off += product.flops
 
 
-# --- nodes created inside a backward pass ------------------------------------------------------------------------------------------
-
 Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
 """Results of operations, each with the number and the identity of its node, and whether a higher number matches as well."""
 

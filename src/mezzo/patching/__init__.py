@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from mezzo.patching.make import make_patch
-from mezzo.patching.outcome import Kind, Patch, Refused, Style
+from mezzo.patching.text import Kind, Patch, Refused, Style
 
 __all__ = ["Kind", "Patch", "Refused", "Style", "make_patch"]

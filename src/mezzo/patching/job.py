@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mezzo.formats import FORMATS
-from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Places, indentation
 from mezzo.patching.reading import Backward, ScriptFacts
 from mezzo.patching.regions import Region, Regions
-from mezzo.patching.text import Editor, Text, first_line, last_line
+from mezzo.patching.text import Editor, Text, first_line, last_line, unclear
 from mezzo.patching.tree import walk_scope
 from mezzo.policy import PRESETS, Policy
 from mezzo.records.values import Reason

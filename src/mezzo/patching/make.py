@@ -6,22 +6,10 @@ import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mezzo.patching import frameworks, keras, paddle, session, torch_amp
 from mezzo.patching.job import PatchJob
-from mezzo.patching.libraries import PADDLE
-from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, Written, unclear
-from mezzo.patching.reading import ScriptFacts
-from mezzo.patching.styles import (
-    frameworks,
-    keras,
-    own_amp,
-    paddle_amp,
-    paddle_fit,
-    paddle_own,
-    session,
-    tf32,
-    torch_amp,
-)
-from mezzo.patching.text import Text, unified
+from mezzo.patching.reading import PADDLE, ScriptFacts
+from mezzo.patching.text import Kind, Patch, Refused, Style, Text, Unclear, Written, unclear, unified
 from mezzo.policy import Policy
 
 
@@ -48,7 +36,7 @@ def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | 
 def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
     script = _parsed(path)
     trainer = frameworks.trainer_of(script)
-    in_library = trainer is not None or keras.keras_in(script) is not None or paddle_fit.preparations(script)
+    in_library = trainer is not None or keras.keras_in(script) is not None or paddle.preparations(script)
     if not in_library and not script.backwards:
         neighbour = neighbour_with_loop(path)
         if neighbour is not None:
@@ -64,7 +52,7 @@ def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
     if script.library is PADDLE:
         return _in_paddle(path, script, policy, style)
     if policy.compute == "tf32":
-        return _finish(path, PatchJob(script, policy), tf32.patch, _kind(script), "torch.amp")
+        return _finish(path, PatchJob(script, policy), torch_amp.patch_tf32, _kind(script), "torch.amp")
     return _loop(path, script, policy, style)
 
 
@@ -85,16 +73,16 @@ def _in_paddle(path: Path, script: ScriptFacts, policy: Policy, style: Style) ->
             "Paddle computes FP32 products in TF32 on GPUs that have it", "set NVIDIA_TF32_OVERRIDE=0 to turn it off"
         )
     job = PatchJob(script, policy)
-    if paddle_fit.preparations(script):
-        return _finish(path, job, paddle_fit.patch, "paddle_fit", "paddle.amp")
+    if paddle.preparations(script):
+        return _finish(path, job, paddle.patch_fit, "paddle_fit", "paddle.amp")
     if not script.backwards:
         unclear(
             "no training loop was found: neither a call to backward() nor paddle.Model.prepare()",
             "pass the file that has the loop, or put its forward pass under paddle.amp.auto_cast by hand",
         )
-    if paddle_own.is_there(script):
-        return _finish(path, job, paddle_own.patch, "own_amp", "paddle.amp")
-    return _finish(path, job, paddle_amp.patch_loop, _kind(script), "paddle.amp")
+    if paddle.has_own(script):
+        return _finish(path, job, paddle.patch_own, "own_amp", "paddle.amp")
+    return _finish(path, job, paddle.patch_loop, _kind(script), "paddle.amp")
 
 
 def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:
@@ -106,8 +94,8 @@ def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patc
             "no training loop was found: neither a call to backward() nor a trainer that Mezzo knows",
             "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
         )
-    if own_amp.is_there(script):
-        return _finish(path, PatchJob(script, policy), own_amp.patch, "own_amp", "torch.amp")
+    if torch_amp.has_own(script):
+        return _finish(path, PatchJob(script, policy), torch_amp.patch_own, "own_amp", "torch.amp")
     why_not = torch_amp.why_not_expressed(policy)
     if style == "torch.amp" or (style == "auto" and not why_not):
         if why_not:
@@ -164,8 +152,6 @@ def _name(path: Path) -> str:
     return (absolute.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
 
 
-# --- The file next to a script that contains its training loop, if the script itself has none -----------------------------------
-
 _MOST_FILES = 100
 
 
@@ -186,7 +172,7 @@ def neighbour_with_loop(path: Path) -> Path | None:
             script = ScriptFacts(Text.read(here))
         except (Unclear, SyntaxError, ValueError):
             continue
-        trains = script.backwards or frameworks.trainer_of(script) is not None or paddle_fit.preparations(script)
+        trains = script.backwards or frameworks.trainer_of(script) is not None or paddle.preparations(script)
         if here != path.absolute() and trains:
             with_loop.append(here)
         waiting += [file for name in _imported(script.tree.module) for file in _files(folder, here.parent, name)]

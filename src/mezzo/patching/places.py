@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import ScriptFacts, StepCall
-from mezzo.patching.text import Editor, first_line
+from mezzo.patching.text import Editor, first_line, unclear
 from mezzo.patching.tree import arguments_of, keyword_of
 
 _DEPTH = 4
@@ -249,9 +248,6 @@ def indentation(script: ScriptFacts, stmt: ast.stmt) -> str:
         if isinstance(node, ast.stmt) and isinstance(body, list) and body[0].lineno > node.lineno:
             return text.indent(body[0]).removeprefix(text.indent(node))
     return "    "
-
-
-# --- Where to put the calls around an optimizer's update: before gradients are read, and once after the last update -------------
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import Backward, ScriptFacts
+from mezzo.patching.text import unclear
 from mezzo.patching.tree import arguments_of, bound_within, calls_in, keyword_of, names_in
 
 _MOVING = {

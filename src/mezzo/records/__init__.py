@@ -78,23 +78,11 @@ if TYPE_CHECKING:
     from mezzo.commands.tune.record import TuneRecord as TuneRecord
     from mezzo.commands.tune.record import TuneRow as TuneRow
     from mezzo.commands.tune.record import TuneTrial as TuneTrial
-    from mezzo.records.bottleneck import Bottleneck as Bottleneck
-    from mezzo.records.bottleneck import GpuUse as GpuUse
-    from mezzo.records.bottleneck import Limit as Limit
     from mezzo.records.files import AnyRecord as AnyRecord
     from mezzo.records.files import Record as Record
     from mezzo.records.files import read_record as read_record
     from mezzo.records.files import record_at as record_at
     from mezzo.records.files import write_record as write_record
-    from mezzo.records.findings import Finding as Finding
-    from mezzo.records.findings import Severity as Severity
-    from mezzo.records.guardrails import Alarm as Alarm
-    from mezzo.records.guardrails import AlarmKind as AlarmKind
-    from mezzo.records.guardrails import GuardAction as GuardAction
-    from mezzo.records.guardrails import Guardrails as Guardrails
-    from mezzo.records.guardrails import HeldModule as HeldModule
-    from mezzo.records.guardrails import OutOfMemory as OutOfMemory
-    from mezzo.records.guardrails import Rewind as Rewind
     from mezzo.records.run import AS_IS as AS_IS
     from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
     from mezzo.records.run import Effective as Effective
@@ -111,8 +99,20 @@ if TYPE_CHECKING:
     from mezzo.records.run import Steps as Steps
     from mezzo.records.run import inspecting as inspecting
     from mezzo.records.values import SCHEMA_VERSION as SCHEMA_VERSION
+    from mezzo.records.values import Alarm as Alarm
+    from mezzo.records.values import AlarmKind as AlarmKind
+    from mezzo.records.values import Bottleneck as Bottleneck
     from mezzo.records.values import Environment as Environment
+    from mezzo.records.values import Finding as Finding
+    from mezzo.records.values import GpuUse as GpuUse
+    from mezzo.records.values import GuardAction as GuardAction
+    from mezzo.records.values import Guardrails as Guardrails
+    from mezzo.records.values import HeldModule as HeldModule
+    from mezzo.records.values import Limit as Limit
+    from mezzo.records.values import OutOfMemory as OutOfMemory
     from mezzo.records.values import Reason as Reason
+    from mezzo.records.values import Rewind as Rewind
+    from mezzo.records.values import Severity as Severity
     from mezzo.records.values import Value as Value
     from mezzo.records.values import WholeRecord as WholeRecord
     from mezzo.records.values import varied as varied

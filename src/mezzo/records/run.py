@@ -6,10 +6,17 @@ import math
 from pathlib import PurePath
 from typing import Literal, TypeAlias
 
-from mezzo.records.bottleneck import Bottleneck
-from mezzo.records.findings import Finding
-from mezzo.records.guardrails import Guardrails, OutOfMemory
-from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, WholeRecord
+from mezzo.records.values import (
+    Bottleneck,
+    Environment,
+    Finding,
+    Guardrails,
+    NamedByPolicy,
+    OutOfMemory,
+    Reason,
+    Value,
+    WholeRecord,
+)
 
 AS_IS = "as-is"
 """Takes the place of a policy if the script keeps its own precision."""

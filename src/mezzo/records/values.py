@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError
@@ -115,3 +115,158 @@ class NamedByPolicy:
 def varied(policy: str, checkpoint: str) -> str:
     """Return the name of runs under a policy that are checkpointed by a plan; an empty plan is none."""
     return f"{policy}, checkpointed {checkpoint}" if checkpoint else policy
+
+
+# --- Findings --------------------------------------------------------------------------------------------------------------------
+
+Severity: TypeAlias = Literal["", "error", "warning", "info"]
+
+
+class Finding(Value):
+    """One thing to change, and what changing it gains."""
+
+    code: str
+    title: str
+    modules: list[str]
+    detail: str
+    gain: str
+    fix: str
+    share: float = 0.0
+    """Share of the step's product FLOPs that it affects; for casts, of the step's bytes."""
+    flops: int = 0
+    bytes: int = 0
+    lines: list[str] = []
+    severity: Severity = ""
+    """Severity of a misuse of the script's own mixed precision; empty for findings on speed or accuracy."""
+    step: int | None = None
+    """The first step in which it occurred."""
+    count: int = 1
+    """How often it occurred in the inspected steps."""
+
+
+# --- The bottleneck of a run -----------------------------------------------------------------------------------------------------
+
+Limit = Literal["input", "waiting", "communication", "host", "power", "bandwidth", "arithmetic", "unknown"]
+"""What limits a run: loading batches, a lock or sleep, other processes, Python and tiny kernels, a power limit, memory bandwidth, or
+matrix products."""
+
+
+class GpuUse(Value):
+    """A GPU's counters, as the driver's library (NVML) reported them each second. None: the GPU does not report it."""
+
+    name: str
+    num_samples: int
+    utilization: float | None = None
+    """Mean share of the time in which any kernel ran."""
+    memory_share: float | None = None
+    """Largest share of the memory in use, by all processes."""
+    power_w: float | None = None
+    """Mean power."""
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    """The highest temperature."""
+    clock_mhz: float | None = None
+    """Mean clock of the multiprocessors."""
+    clock_limit_mhz: float | None = None
+    throttled: dict[str, float] = {}
+    """Share of the samples in which the clock was throttled, by reason: ``power limit``, ``heat``, ``power brake``."""
+
+
+class Bottleneck(Value):
+    """What held a run back, from its steps after the first tenth."""
+
+    limit: Limit
+    sentence: str
+    """Why that is what limits it, with the share that decides."""
+    change: list[str] = []
+    """What to change, the most promising first."""
+    shares: dict[str, float] = {}
+    """Share of the time by ``input``, ``communication``, ``waiting``, ``host``, ``bandwidth`` and ``arithmetic``, as far as measured.
+
+    ``preempted`` is the share of the whole time that other processes took; the others are shares of the rest.
+    """
+    line: str = ""
+    """The line of the script that was most often executing while its thread slept, if waiting holds the run back."""
+    operations: int | None = None
+    """Operations of one step; None where they were not counted."""
+    operation_us: float | None = None
+    """Their mean time on the host."""
+    gpu: GpuUse | None = None
+    not_measured: list[Reason] = []
+    """What could not be measured, and why."""
+
+
+# --- Guardrails and memory that ran out ------------------------------------------------------------------------------------------
+
+AlarmKind: TypeAlias = Literal[
+    "loss not finite", "skip storm", "scale at its floor", "loss spike", "gradients zero", "stuck updates"
+]
+GuardAction: TypeAlias = Literal["note", "stop", "rewind"]
+
+
+class Alarm(Value):
+    """One thing that went wrong while a training ran."""
+
+    kind: AlarmKind
+    step: int
+    """The step after which it was certain, counted from 1."""
+    since: int
+    """The first step of the evidence."""
+    evidence: str
+    """What was measured, and the limit that it exceeded, in a sentence."""
+    command: str = ""
+    """What to type next; empty where Mezzo cannot know it, as in a session of the user's own script."""
+
+
+class Rewind(Value):
+    """A return to a snapshot."""
+
+    alarm: AlarmKind
+    step: int
+    """The step after which the training returned."""
+    snapshot: str
+    """File name of the snapshot."""
+    updates: int
+    """Updates made before that snapshot."""
+    changes: list[Reason]
+    """What changed for the rest of the run, and why."""
+    changed_policy: bool = False
+    """Whether the policy is among the changes."""
+
+
+class Guardrails(Value):
+    """What the guardrails of a run noticed, and what they did."""
+
+    action: GuardAction
+    alarms: list[Alarm] = []
+    rewinds: list[Rewind] = []
+    only_noted: str = ""
+    """Why alarms were only noted although the run was to stop or return to a snapshot; empty otherwise."""
+    stopped: str = ""
+    """Why the run was stopped; empty if it was not."""
+
+
+class HeldModule(Value):
+    """A module, and the bytes of its parameters, their gradients and their optimizer state."""
+
+    name: str
+    bytes: int
+
+
+class OutOfMemory(Value):
+    """What occupied the memory when the script ran out of it."""
+
+    step: int
+    """The step in which it ran out, counted from 1."""
+    message: str
+    """The error's first line."""
+    asked_bytes: int | None = None
+    """The size of the failed allocation; None if the error does not say."""
+    held_bytes: dict[str, int] = {}
+    """By kind: parameters, gradients, optimizer state, saved activations, other."""
+    modules: list[HeldModule] = []
+    """The largest five."""
+    not_known: list[Reason] = []
+    """What could not be measured, and why."""
+    settings: list[Reason] = []
+    """Settings that would fit or save memory: what to write, what it saves, and the reason."""

@@ -11,15 +11,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.commands.compare import together
-from mezzo.records import AnyRecord, CompareRecord
+from mezzo.records import AnyRecord
 from mezzo.records.files import write_whole
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Chart, Drawn
-from mezzo.report.charts.svg import hover_data, svg
-from mezzo.report.charts.table import numbers_of
+from mezzo.report.charts.svg import hover_data, numbers_of, svg
 from mezzo.report.colours import css_colours
-from mezzo.report.index.sheet import IndexSheet
+from mezzo.report.index import IndexSheet
 from mezzo.report.pages import command_name, page_of
 from mezzo.report.sections import Charts, Page, Section, SourceCode, has_content
 from mezzo.report.source import SourceLines, source_of
@@ -48,9 +46,9 @@ def write_html(record: AnyRecord, path: Path, *, typed: str = "") -> None:
     write_whole(render_html(record, typed=typed), path)
 
 
-def write_together(records: Sequence[CompareRecord], path: Path) -> None:
-    """Write several comparisons as one page to ``path``, whole or not at all."""
-    write_whole(_written(together.page(records), SourceLines(), command="together"), path)
+def write_page(page: Page, path: Path) -> None:
+    """Write the page of several records to ``path``, whole or not at all."""
+    write_whole(_written(page, SourceLines(), command="together"), path)
 
 
 def write_index(sheet: IndexSheet, path: Path) -> None:

@@ -6,11 +6,13 @@ A comparison is one entry for its table and one for each run behind it.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Any, TypeAlias
+from importlib import import_module
+from pathlib import Path, PurePath
+from typing import Any, Protocol, TypeAlias
 
 from mezzo.records import AnyRecord, Environment, Finding, Histogram, RunRecord
 
@@ -56,6 +58,12 @@ class LogEntry:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     runs: list[LogEntry] = field(default_factory=list)
     """The runs behind a comparison."""
+
+
+def log_entry(record: AnyRecord) -> LogEntry:
+    """Return what is logged of ``record``, as its command says."""
+    entry: LogEntry = import_module(f"mezzo.commands.{record.kind}.page").log_entry(record)
+    return entry
 
 
 def plain_entry(record: AnyRecord) -> LogEntry:
@@ -119,3 +127,54 @@ def machine(environment: Environment) -> dict[str, str | int]:
 def stem(script: str) -> str:
     """Return a script's name without its suffix."""
     return PurePath(script).name.removesuffix(".py")  # a module has no suffix: pkg.train
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRecord:
+    """A record on disk and its page."""
+
+    record: Path
+    page: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the record."""
+        return self.record.parent
+
+    @property
+    def name(self) -> str:
+        """The name of the record's folder, which is unique to a command; a rank's folder is prefixed with rank 0's."""
+        folder = self.folder.resolve()
+        name = f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"rank\d+", folder.name) else folder.name
+        return name if self.record.name == "record.json" else f"{name}-{self.record.stem}"
+
+
+# --- Runs logged while they run --------------------------------------------------------------------------------------------------
+
+SUFFIX = "-live"
+"""The end of the name of a run that is logged while it runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """A run that is logged while it runs."""
+
+    name: str
+    """The name of its record's folder."""
+    script: str
+    """The script's name without .py, or the module's."""
+    folder: Path
+    """The folder of its record."""
+    settings: Mapping[str, str]
+
+
+class Writer(Protocol):
+    """A run in a tracker, written while it runs."""
+
+    where: str
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log the values of a step durably: they survive if every process is killed right after."""
+
+    def close(self) -> None:
+        """End the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,10 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.commands.compare import together
-from mezzo.records import AnyRecord, CompareRecord
+from mezzo.records import AnyRecord
 from mezzo.report.colours import policy_style
-from mezzo.report.index.sheet import IndexSheet
+from mezzo.report.index import IndexSheet
 from mezzo.report.pages import page_of
 from mezzo.report.sections import (
     Block,
@@ -47,6 +47,7 @@ _HEADING, _FAINT = "bold", "dim"
 _EDGES = 20
 """Columns of the box that a command cannot use."""
 _INDEX_ROWS = 40
+_TEXT_WIDTH = 110
 _MANY_COLUMNS = 7
 """A wide table with more columns has no space between them, or it would not fit into 100."""
 
@@ -56,16 +57,17 @@ def render(record: AnyRecord, console: Console, *, files: str = "", verbose: boo
 
     Without ``verbose``, the tables behind the answer are left to the page.
     """
-    _page(page_of(record), console, files=files, verbose=verbose)
+    render_page(page_of(record), console, files=files, verbose=verbose)
 
 
-def render_together(records: Sequence[CompareRecord], console: Console) -> None:
-    """Print several comparisons, a table each."""
-    console.print()
-    _page(together.page(records), console, verbose=False)
+def text_of(record: AnyRecord) -> str:
+    """Return a record as the terminal shows it, without colours."""
+    printed = io.StringIO()
+    render(record, Console(file=printed, width=_TEXT_WIDTH, highlight=False))
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
-def _page(page: Page, console: Console, *, files: str = "", verbose: bool = True) -> None:
+def render_page(page: Page, console: Console, *, files: str = "", verbose: bool = True) -> None:
     """Print the answer, what to do next, the details and the environment if ``verbose``, and the line ``files``.
 
     A boxed answer has the next step in its box, and no details.

@@ -20,7 +20,7 @@ import record_builders as build
 from helpers_audit import audited
 from mezzo.commands.audit import page as audit_page
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit import kernels, totals
+from mezzo.observe.audit import kernels, observer
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
@@ -31,8 +31,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
 from mezzo.report.charts.data import Bars, Nothing, TreeChart, TreeNode
 from mezzo.report.html import render_html, source_lines
-from mezzo.report.pages import page_of
-from mezzo.report.pages.findings import finding_section
+from mezzo.report.pages import finding_section, page_of
 from mezzo.report.sections import FactTable
 from mezzo.report.terminal import render
 
@@ -259,7 +258,7 @@ def test_kernels_reach_the_products_that_launched_them() -> None:
         (f"aten::{op}", kernel) for op, kernel in zip(order, products, strict=True)
     ]
 
-    proven = kernels.prove(totals.products(seen), seen, found)
+    proven = kernels.prove(observer.products(seen), seen, found)
     for product in proven:
         assert product.kernels == [f"{product.op}_s16816" if product.op != "convolution" else "sgemm_simt"]
         assert product.on_tensor_cores is (product.op != "convolution")
@@ -298,7 +297,7 @@ def test_a_kernel_counts_once_though_the_profilers_overhead_has_the_operations_n
 def test_without_kernels_nothing_is_proven() -> None:
     tracer, _ = traced(Net())
     seen = interpret(tracer.trace, Names(tracer.trace.roots, ModuleTree()), set())
-    assert all(p.on_tensor_cores is None for p in kernels.prove(totals.products(seen), seen, []))
+    assert all(p.on_tensor_cores is None for p in kernels.prove(observer.products(seen), seen, []))
 
 
 def test_a_class_of_a_whole_model_and_a_bare_number_have_their_line() -> None:

@@ -11,9 +11,9 @@ from helpers_compare import falling, run
 from mezzo.commands.check.plan import NextStage, next_stage
 from mezzo.commands.check.runs import Check, CheckSettings
 from mezzo.errors import ScriptError
-from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.resuming import Finished, Waves
 from mezzo.launch.several.side_by_side import one_after_another
+from mezzo.launch.signals import stoppable
 
 NAN = float("nan")
 

@@ -16,13 +16,14 @@ from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli.script import Script
 from mezzo.commands.compare import command as command
+from mezzo.commands.compare import together
 from mezzo.launch.request import Request
 from mezzo.launch.several.side_by_side import one_after_another
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
-from mezzo.report.html import write_together
-from mezzo.report.terminal import render_together
+from mezzo.report.html import write_page
+from mezzo.report.terminal import render_page
 from record_builders import compare_record, emulated_record, run_record
 
 
@@ -74,7 +75,7 @@ def records() -> list[CompareRecord]:
 
 def test_several_comparisons_have_a_table_each_in_the_terminal(records: list[CompareRecord]) -> None:
     printed = io.StringIO()
-    render_together(records, Console(width=110, file=printed))
+    render_page(together.page(records), Console(width=110, file=printed), verbose=False)
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     assert "6 rows compared with 2 baselines: 2 equivalent, 2 diverged and 2 undecided." in lines
     rows = [
@@ -86,7 +87,7 @@ def test_several_comparisons_have_a_table_each_in_the_terminal(records: list[Com
 
 
 def test_several_comparisons_have_a_table_each_on_a_page(tmp_path: Path, records: list[CompareRecord]) -> None:
-    write_together(records, tmp_path / "together.html")
+    write_page(together.page(records), tmp_path / "together.html")
     page = (tmp_path / "together.html").read_text(encoding="utf-8")
     assert page.count('<table class="verdicts cards"') == 2
     assert page.count('<tr class="figures">') == 8

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mezzo.commands.fallback.runs import fallback_of_script
-from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.request import Request
+from mezzo.launch.signals import Stopped
 from mezzo.policy import Policy
 
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 import record_builders as build
 from mezzo.engine.kernels import exponents
-from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.observe.ranges.table import Counts, ObservedValues, ranges_record
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord
 from mezzo.report import terminal

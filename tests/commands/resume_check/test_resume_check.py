@@ -19,10 +19,10 @@ from mezzo.commands.resume_check.judgement import Judgement
 from mezzo.commands.resume_check.runs import ResumeCheck, checkpoints_of, stop_of
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
-from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request
 from mezzo.launch.runner import shared_imports
-from mezzo.launch.torch.tracing.traced import FilesWritten, StateTrace
+from mezzo.launch.signals import EndedBySignal
+from mezzo.launch.torch.traced import FilesWritten, StateTrace
 from mezzo.measure.state_trace import Point, RunTrace, Written
 from mezzo.policy import Policy
 from mezzo.records import RunRecord

@@ -11,8 +11,8 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.launch.process.script_signals import EndedBySignal
-from mezzo.launch.torch.tracing.traced import StateTrace
+from mezzo.launch.signals import EndedBySignal
+from mezzo.launch.torch.traced import StateTrace
 from mezzo.records import ResumeCheckRecord, read_record
 from paths import SCRIPTS
 

@@ -10,8 +10,8 @@ import pytest
 from helpers_compare import falling, run
 from mezzo.commands.tune.plan import Configuration, SearchKnowledge, Trial
 from mezzo.commands.tune.runs import Tune
-from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.resuming import Finished
+from mezzo.launch.signals import stoppable
 from mezzo.records import AS_IS, AnyRecord, RunRecord, write_record
 
 NOW, OTHER = Configuration(policy=AS_IS), Configuration(policy="bf16")

@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers_apex import clean
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.amp.scaler import LossScaler
+from mezzo.compat.apex.amp.state import LossScaler
 
 HALF, FLOAT = torch.float16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3")

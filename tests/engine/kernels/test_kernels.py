@@ -21,8 +21,8 @@ import mezzo
 from helpers_engine import ulps
 from mezzo.engine.kernels import cpu, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.layout import has_gaps, join, split
+from mezzo.engine.kernels.storage import has_gaps, join, split
+from mezzo.engine.optimizers.one_pass import choose
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 KERNELS = {"cpu": cpu, "fused": fused, "reference": reference}

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.engine.kernels import cpu, fused, moments, reference
+from mezzo.engine.kernels import cpu, fused, reference, storage
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.layout import split
-from mezzo.engine.kernels.moments import as_fp32, stored_as, zero_moment
-from mezzo.engine.kernels.noise import mix, round_to_bf16, streams
+from mezzo.engine.kernels.storage import as_fp32, mix, round_to_bf16, split, stored_as, streams, zero_moment
+from mezzo.engine.optimizers.one_pass import choose
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EVERY_NOISE = torch.arange(65536)
@@ -100,7 +98,7 @@ def test_every_code_has_the_value_of_the_definition(signed: bool, largest: int) 
     codes = [b for b in range(256) if (b % 128 if signed else b) == 0 or (b % 128 if signed else b) >= 8]
     packed = torch.tensor([*codes, *[largest] * -(-len(codes) // 128)], dtype=torch.uint8)
     expected = [decoded(b, largest, signed=signed) for b in codes]
-    assert moments.unpack(packed, len(codes), signed=signed).tolist() == expected
+    assert storage.unpack(packed, len(codes), signed=signed).tolist() == expected
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
@@ -110,7 +108,7 @@ def test_8_bits_are_right_on_average_over_all_noise(signed: bool, value: float) 
     values = torch.zeros(4096, 128)
     values[:, 0], values[:, 1] = 2.0, value
     noise = (16 * torch.arange(4096) + 8).repeat_interleave(128)
-    back = moments.unpack(moments.pack(values.flatten(), noise, signed=signed), values.numel(), signed=signed)
+    back = storage.unpack(storage.pack(values.flatten(), noise, signed=signed), values.numel(), signed=signed)
     expected = max(value, 2.0**-29) if not signed else value
     assert back.double().view(4096, 128)[:, 1].mean().item() == pytest.approx(expected, rel=2e-3)
 
@@ -125,9 +123,9 @@ def test_values_are_within_an_eighth_and_packing_again_changes_nothing(
     values[:: 1 + seed % 5] = 0
     values = values if signed else values.square()
     noise = torch.randint(65536, (count,), generator=torch.Generator().manual_seed(seed))
-    packed = moments.pack(values, noise, signed=signed)
-    assert packed.numel() == moments.packed_bytes(count)
-    back = moments.unpack(packed, count, signed=signed)
+    packed = storage.pack(values, noise, signed=signed)
+    assert packed.numel() == storage.packed_bytes(count)
+    back = storage.unpack(packed, count, signed=signed)
     exponents = packed[count:].int().repeat_interleave(128)[:count] - 127
     smallest = torch.ldexp(torch.ones(count), exponents - (14 if signed else 30))
     held = values.abs() >= smallest
@@ -136,7 +134,7 @@ def test_values_are_within_an_eighth_and_packing_again_changes_nothing(
     if not signed:
         assert ((back > 0) == (values > 0)).all()  # a square that is there never becomes 0
     for other in (torch.zeros_like(noise), torch.full_like(noise, 65535), noise.flip(0)):
-        assert torch.equal(moments.pack(back, other, signed=signed), packed)
+        assert torch.equal(storage.pack(back, other, signed=signed), packed)
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
@@ -144,7 +142,7 @@ def test_values_are_within_an_eighth_and_packing_again_changes_nothing(
 def test_a_block_with_a_value_that_is_not_finite_reads_as_nan(signed: bool, bad: float) -> None:
     values = torch.ones(300)
     values[130] = bad
-    back = moments.unpack(moments.pack(values, torch.zeros(300).long(), signed=signed), 300, signed=signed)
+    back = storage.unpack(storage.pack(values, torch.zeros(300).long(), signed=signed), 300, signed=signed)
     assert back[128:256].isnan().all()
     assert torch.equal(back[:128], torch.ones(128))
     assert torch.equal(back[256:], torch.ones(44))

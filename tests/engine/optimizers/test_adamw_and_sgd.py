@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import reference
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.optimizers import one_pass as module
+from mezzo.engine.optimizers.one_pass import choose
 from mezzo.errors import PolicyError, SessionError
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -28,10 +28,9 @@ from distributed_runs import (
 )
 from helpers_engine import mlp
 from mezzo import Session
-from mezzo.engine.processes.replicas import BUCKET_BYTES, buckets
-from mezzo.engine.processes.shards import is_shared, local, parts, shared_as
-from mezzo.engine.progress import FloorWatch
+from mezzo.engine.processes.shards import BUCKET_BYTES, buckets, is_shared, local, parts, shared_as
 from mezzo.engine.scaling import DynamicScale
+from mezzo.engine.state import FloorWatch
 from mezzo.engine.window import Window
 
 Results = list[dict[str, Any]]

@@ -173,7 +173,7 @@ def test_saving_changes_nothing_and_old_ones_go(tmp_path: Path) -> None:
 def test_every_s_saves_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, _ = built()
     now = [session.state.snapshots.last_s]
-    monkeypatch.setattr("mezzo.engine.snapshots.saves.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mezzo.engine.snapshots.background.time.monotonic", lambda: now[0])
     assert session.save(tmp_path, every_s=60) is None
     now[0] += 60
     assert session.save(tmp_path, every_s=60) is not None

@@ -15,8 +15,7 @@ import tensorflow as tf
 from mezzo.errors import ScriptError
 from mezzo.launch.keras import training
 from mezzo.measure.environment import environment_without_torch
-from mezzo.observe.settings import AuditSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AuditSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 

@@ -22,9 +22,9 @@ else:
 
 from mezzo.errors import MezzoError
 from mezzo.launch.keras import training
-from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.step_limit import StepLimit
-from mezzo.observe.stopping import StopScript
+from mezzo.launch.request import ModelChanges
+from mezzo.launch.training import StepLimit
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 
 B, D, H, C = 8, 4, 16, 3

@@ -19,7 +19,7 @@ from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.launch.keras import training
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 

@@ -14,9 +14,9 @@ from typing import Literal
 
 import pytest
 
-from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several import on_cluster as engine
+from mezzo.launch.signals import stoppable
 from mezzo.records import CheckRecord, CompareRecord, FallbackRecord, RunRecord, read_record, write_record
 from paths import SCRIPTS
 from record_builders import run_record

@@ -16,16 +16,15 @@ import torch
 from fake_cuda import Operations
 from helpers_launch import children_in_this_process
 from mezzo.commands.run.page import guard_facts
-from mezzo.engine.guardrails.alarms import UpdateNumbers
+from mezzo.engine.alarms import UpdateNumbers
 from mezzo.launch.patches import Patches
-from mezzo.launch.request import Request
-from mezzo.launch.request_parts import GuardRequest, SnapshotRequest
+from mezzo.launch.request import GuardRequest, Request, SnapshotRequest
 from mezzo.launch.runner import run_child
 from mezzo.launch.torch import training
 from mezzo.launch.torch.guarding import seen_in
 from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import RunRecord, Steps
 from paths import SCRIPTS
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.launch.request_parts import GuardRequest
+from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
-from mezzo.observe.settings import AuditSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AuditSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 

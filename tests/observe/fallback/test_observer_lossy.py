@@ -16,8 +16,7 @@ from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.fallback.evidence import LossyProduct, read_measured
 from mezzo.observe.fallback.observer import lost
-from mezzo.observe.settings import FallbackSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import FallbackSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 

@@ -19,7 +19,7 @@ from helpers_launch import AS_IS, as_script, children_in_this_process
 from mezzo.cli import main
 from mezzo.launch.torch import switched
 from mezzo.observe.lint.losses import loss_of
-from mezzo.observe.lint.rules import MISUSES, Misuse
+from mezzo.observe.lint.misuse_log import MISUSES, Misuse
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, DiagnoseRecord, Finding, RunRecord, read_record
 from paths import ROOT, SCRIPTS

@@ -14,8 +14,7 @@ import reports
 from helpers_diagnose import diagnosed
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
-from mezzo.observe.settings import AuditSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AuditSettings, StopScript
 from mezzo.records import AS_IS, AuditRecord, RunRecord
 from paths import ROOT
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.engine.kernels import cpu, exponents
 from mezzo.engine.kernels.exponent_bins import CUTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
-from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
+from mezzo.observe.ranges.table import LITTLE, SCALES, Counts, suggested
 
 FORMATS = {f.name: f for f in (FP16, BF16, E4M3, E5M2)}
 every_format = pytest.mark.parametrize("target", [pytest.param(f, id=n) for n, f in FORMATS.items()])
@@ -182,14 +182,14 @@ def test_the_triton_kernel_counts_alike_under_the_interpreter() -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
-from mezzo.engine.kernels import exponents, gpu_exponents
+from mezzo.engine.kernels import exponents, gpu
 bits = torch.randint(-2**31, 2**31 - 1, (9001,), generator=torch.Generator().manual_seed(0))
 low = torch.arange(64, dtype=torch.int32).view(torch.float32)
 ends = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
 tensors = [bits.int().view(torch.float32), low, ends, torch.randn(777).half() * 1e-5, torch.randn(33).bfloat16(), torch.empty(0)]
 tensors.append(torch.tensor(3.0))
 ours, other = exponents.tables(len(tensors)), exponents.tables(len(tensors))
-gpu_exponents.count(tensors, list(ours))
+gpu.count(tensors, list(ours))
 exponents.reference(tensors, list(other))
 assert torch.equal(ours, other)
 print("identical", int(ours.sum()))

@@ -21,7 +21,7 @@ from helpers_backward import BOTH_WAYS
 from helpers_launch import as_script, children_in_this_process
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
 from mezzo.launch.torch import switched
-from mezzo.observe.ranges.casts import SCALES
+from mezzo.observe.ranges.table import SCALES
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import Histogram, RangesRecord, read_record
 from paths import SCRIPTS

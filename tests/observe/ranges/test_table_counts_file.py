@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.engine.kernels.exponent_bins import BINS
-from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.table import ObservedValues, read_values, values_of_all, write_values
+from mezzo.observe.ranges.table import Counts, ObservedValues, read_values, values_of_all, write_values
 from mezzo.records import RangeKind
 
 WEIGHTS: RangeKind = "weights"

@@ -7,12 +7,12 @@ import pytest
 import record_builders as build
 from mezzo.commands.compare import page as compare
 from mezzo.records import Memory, Steps
+from mezzo.report import pages
 from mezzo.report.charts.data import Bars, Boxes, Nothing
 from mezzo.report.charts.memory import memory_bars, memory_kinds
 from mezzo.report.charts.steps import StepTimes, time_boxes
-from mezzo.report.charts.table import numbers_of
+from mezzo.report.charts.svg import numbers_of
 from mezzo.report.colours import policy_style, policy_styles
-from mezzo.report.pages import shared
 from mezzo.report.sections import Grid
 
 GIB = 1024**3
@@ -48,7 +48,7 @@ def test_the_bytes_of_an_emulation_have_no_bar() -> None:
     alone = memory_bars({"fp16": emulated}, styles=policy_styles(["fp16"]))
     assert isinstance(alone, Nothing)
     assert alone.description == "Not drawn; emulated: says nothing about a GPU."
-    (grid,) = shared.memory_section([("fp32", memory), ("fp16", emulated)]).blocks
+    (grid,) = pages.memory_section([("fp32", memory), ("fp16", emulated)]).blocks
     assert isinstance(grid, Grid)
     assert [row[-1] for row in grid.rows] == [
         "18 B",

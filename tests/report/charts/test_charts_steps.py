@@ -8,8 +8,7 @@ import record_builders as build
 from mezzo.records import Steps
 from mezzo.report.charts.data import Chart, Nothing
 from mezzo.report.charts.steps import norm_chart, scale_chart, time_chart
-from mezzo.report.charts.svg import svg
-from mezzo.report.charts.table import numbers_of
+from mezzo.report.charts.svg import numbers_of, svg
 from mezzo.report.colours import Style, policy_styles
 
 STYLE = Style(family="fp16")

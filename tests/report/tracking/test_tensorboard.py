@@ -9,8 +9,8 @@ import pytest
 
 from mezzo import cli
 from mezzo.records import AnyRecord, DiagnoseRecord, Histogram, KindRange, RangesRecord, TrendStep, write_record
+from mezzo.report.log_entries import log_entry
 from mezzo.report.tracking import TrackedRecord, tensorboard
-from mezzo.report.tracking.log_entry import log_entry
 from record_builders import compare_record, doctor_record, run_record
 
 pytest.importorskip("tensorboard")

@@ -8,13 +8,12 @@ from pathlib import PurePath
 from mezzo.records import AS_IS, AuditRecord, CastTotal, RoundTrip, WideProduct
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.charts import modules
-from mezzo.report.commands import typed_policy, with_fp32
+from mezzo.report.commands import ScriptCommands, after_failure, best_first, typed_policy, with_fp32
 from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
-from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
-from mezzo.report.pages import shared
-from mezzo.report.pages.findings import finding_section, lines_of
+from mezzo.report.pages import finding_section, lines_of
 from mezzo.report.sections import (
     FEW_ROWS,
     Charts,
@@ -50,10 +49,10 @@ def page(record: AuditRecord) -> Page:
         "Kernels of products": _kernels(record),
     }
     notes = [
-        *shared.name_meant(record.run),
+        *pages.name_meant(record.run),
         *_lowered(record),
-        *shared.facts(record.run.effective.left_alone),
-        *shared.facts(record.notes),
+        *pages.facts(record.run.effective.left_alone),
+        *pages.facts(record.notes),
     ]
     return Page(
         title=f"Audit of {script}",
@@ -73,8 +72,8 @@ def page(record: AuditRecord) -> Page:
             facts_section("Notes", notes, details=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.run.environment),
-        command=shared.command_text(record.run.command, record.run.environment),
+        environment=pages.environment_facts(record.run.environment),
+        command=pages.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -89,7 +88,7 @@ def _answer(record: AuditRecord, script: str) -> Headline:
     facts.append(Fact(what="casts", value=str(sum(c.count for c in record.casts)), reason=casts))
     traffic = "operands and results, no cache"
     facts.append(Fact(what="memory traffic", value=fmt.bytes_text(record.bytes), reason=traffic))
-    count, failed = len(record.findings), bool(shared.error_text(record.run))
+    count, failed = len(record.findings), bool(pages.error_text(record.run))
     severe = any(finding.severity == "error" for finding in record.findings)
     if failed or not record.steps:
         tone, word = "bad", "failed" if failed else "no step"
@@ -100,7 +99,7 @@ def _answer(record: AuditRecord, script: str) -> Headline:
         tone=tone,
         word=word,
         sentence=_headline(record, script),
-        error=shared.error_and_hint(record.run) if record.run.error else "",
+        error=pages.error_and_hint(record.run) if record.run.error else "",
         facts=facts if record.steps else [],
     )
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from mezzo.records.findings import Finding
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Reason, Value, WholeRecord
+from mezzo.records.values import Finding, Reason, Value, WholeRecord
 
 Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]

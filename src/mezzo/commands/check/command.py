@@ -21,7 +21,7 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.errors import PolicyError, UsageError
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.check.plan import Offered

@@ -9,8 +9,8 @@ from pathlib import PurePath
 from mezzo.commands.compare import page as compare
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, CompareRecord, Gain, Row
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.log_entries import LogEntry, plain_entry
-from mezzo.report.pages import shared
 from mezzo.report.sections import Charts, Code, Fact, Grid, Headline, NextStep, Page, Paragraph, Section, facts_section
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
@@ -30,7 +30,7 @@ def page(record: CheckRecord) -> Page:
     stages = Grid(
         heads=("what", "why", "outcome", "time"), rows=list(map(_stage, record.stages)), numbers=(3,), sortable=False
     )
-    offered = facts_section("The policies that were considered", shared.facts(record.offered))
+    offered = facts_section("The policies that were considered", pages.facts(record.offered))
     method = Paragraph(text="" if compared is None else compare.method(compared), faint=True)
     change = Code(text=fmt.clean(record.patch, keep_lines=True), copies="Copy the change")
     return Page(
@@ -44,8 +44,8 @@ def page(record: CheckRecord) -> Page:
             replace(offered, shown_in="page"),
         ],
         steps=[NextStep(why=fmt.clean(answer.next_why), command=fmt.clean(answer.next_command))],
-        environment=shared.environment_facts(record.environment),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment),
+        command=pages.command_text(record.command, record.environment),
     )
 
 

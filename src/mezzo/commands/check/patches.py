@@ -17,10 +17,10 @@ from mezzo.cli.script import Script
 from mezzo.formats import BF16, FORMATS
 from mezzo.frameworks.keras import INITIAL_SCALE
 from mezzo.frameworks.paddle import NO_EFFECT
-from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.resuming import named_arguments
+from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy

@@ -16,9 +16,9 @@ from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, firs
 from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
-from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments, run_name
+from mezzo.launch.signals import Stop, stoppable
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import (

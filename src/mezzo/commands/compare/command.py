@@ -21,7 +21,7 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:

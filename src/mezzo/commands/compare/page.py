@@ -12,16 +12,23 @@ from mezzo.commands.predict import page as predict
 from mezzo.commands.run import page as run_page
 from mezzo.records import AS_IS, CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
-from mezzo.report.charts import loss, memory, steps
+from mezzo.report import pages
+from mezzo.report.charts import memory, steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.charts.steps import StepTimes
 from mezzo.report.colours import Style, styles_of
-from mezzo.report.commands import preset_of, row_options, typed_policy
+from mezzo.report.commands import (
+    ScriptCommands,
+    best_first,
+    explained,
+    preset_of,
+    row_options,
+    skips_many,
+    typed_policy,
+)
 from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, machine, stem
-from mezzo.report.next_steps import ScriptCommands, best_first, explained, skips_many
-from mezzo.report.pages import shared
-from mezzo.report.pages.ranks import difference_facts
+from mezzo.report.pages import difference_facts
 from mezzo.report.sections import (
     Block,
     Cell,
@@ -62,7 +69,7 @@ def page(record: CompareRecord) -> Page:
     policies = fmt.listed([fmt.clean(row.policy_shown) for row in record.rows] or ["no policy"])
     formats: list[Block] = [
         Formats(policies=effective_formats(record)),
-        Paragraph(text=shared.shares_note(*record.runs), faint=True),
+        Paragraph(text=pages.shares_note(*record.runs), faint=True),
     ]
     return Page(
         title=f"{fmt.clean(PurePath(script).name) or 'comparison'}: {policies}",
@@ -77,7 +84,7 @@ def page(record: CompareRecord) -> Page:
             Charts(draw=lambda _: charts(record)),
             Section(title="Effective formats", blocks=formats),
             facts_section("Differences between ranks", difference_facts(*record.runs), details=True),
-            shared.memory_section([(row.policy_shown, row.memory) for row in record.rows]),
+            pages.memory_section([(row.policy_shown, row.memory) for row in record.rows]),
             *(
                 Section(title=f"What {policy} does", blocks=[FactTable(rows=facts)], shown_in="page", folded=True)
                 for policy, facts in _explanations(record).items()
@@ -85,8 +92,8 @@ def page(record: CompareRecord) -> Page:
             Section(title="Every run", blocks=[_runs(record.runs)], shown_in="page", folded=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.environment, framework=framework_of(record)),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment, framework=framework_of(record)),
+        command=pages.command_text(record.command, record.environment),
     )
 
 
@@ -109,7 +116,7 @@ def _answer(record: CompareRecord) -> Headline:
     else:
         tone = "warn" if words == {"different"} else "bad"
         word = verdict_text(others[0].verdict) if len(words) == 1 else "not equivalent"
-    error = shared.first_error_and_hint(record.runs)
+    error = pages.first_error_and_hint(record.runs)
     return Headline(tone=tone, word=word, sentence=sentence, detail=detail, error=error, facts=facts)
 
 
@@ -148,8 +155,8 @@ def charts(record: CompareRecord) -> list[Drawn]:
         for row in record.rows
     ]
     return [
-        *loss.loss_charts(record.runs, styles=styles),
-        *loss.difference_charts(record, styles=styles),
+        *steps.loss_charts(record.runs, styles=styles),
+        *steps.difference_charts(record, styles=styles),
         steps.scale_chart(record.runs, styles=styles),
         memory.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
         steps.time_boxes(timed),
@@ -250,7 +257,7 @@ def method(record: CompareRecord) -> str:
     num_seeds = max((row.num_runs for row in record.rows), default=0)
     baseline = fmt.clean(record.baseline_shown)
     percent = fmt.number_text(100 * record.margin)
-    first = shared.first_steps_text(*record.runs)
+    first = pages.first_steps_text(*record.runs)
     stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
         "Equivalent means that two one-sided tests (5% overall) show the difference to be within a margin: "
@@ -300,7 +307,7 @@ def _verdict_row(row: Row, names: Sequence[str], *, style: Style, metric: bool) 
     spread = "" if row.emulated or is_baseline else fmt.spread_text(row.speedup_low, row.speedup_high)
     ratio = EMULATED if row.memory.of_emulation else fmt.ratio_text(row.memory_ratio)
     return (
-        shared.policy_cell(row.policy_shown, style),
+        pages.policy_cell(row.policy_shown, style),
         Cell(text=verdict_text(row.verdict), tone=VERDICT_TONES[row.verdict]),
         Cell(text=fmt.ms_text(row.step_ms), below=(speedup, spread)),
         Cell(text=fmt.bytes_text(row.memory.total_bytes), below=(ratio,)),
@@ -327,7 +334,7 @@ def effective_formats(record: CompareRecord) -> list[FormatShares]:
         FormatShares(
             policy=fmt.clean(row.policy_shown),
             emulated=row.emulated,
-            shares=shared.shares(row.share_by_format),
+            shares=pages.shares(row.share_by_format),
             left_alone=_left_alone([run for run in record.runs if run.compared_as == row.compared_as]),
         )
         for row in record.rows
@@ -340,11 +347,11 @@ def _runs(runs: Sequence[RunRecord]) -> Grid:
             fmt.clean(run.policy_shown),
             fmt.MISSING if run.seed is None else str(run.seed),
             str(len(run.steps)),
-            shared.final_loss_text(run),
+            pages.final_loss_text(run),
             str(run.steps.num_skipped),
             fmt.scale_text(run.final_scale),
             fmt.duration_text(run.duration_s),
-            shared.error_text(run) or shared.first_steps_text(run) or "ended by itself",
+            pages.error_text(run) or pages.first_steps_text(run) or "ended by itself",
         )
         for run in runs
     ]
@@ -353,13 +360,13 @@ def _runs(runs: Sequence[RunRecord]) -> Grid:
 
 
 def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
-    found = [fact for run in runs for fact in shared.facts(run.effective.left_alone)]
+    found = [fact for run in runs for fact in pages.facts(run.effective.left_alone)]
     return list(dict.fromkeys(found))  # the same for every seed
 
 
 def _explanations(record: CompareRecord) -> dict[str, list[Fact]]:
     first = {run.policy_shown: run for run in reversed(record.runs) if run.explanation}
-    return {fmt.clean(policy): shared.explained(run) for policy, run in reversed(first.items())}
+    return {fmt.clean(policy): pages.explained(run) for policy, run in reversed(first.items())}
 
 
 # --- what to do next -----------------------------------------------------------------------------------------------------------

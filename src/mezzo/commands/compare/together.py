@@ -9,7 +9,7 @@ from pathlib import PurePath
 from mezzo.commands.compare import page as compare
 from mezzo.records import CompareRecord
 from mezzo.report import formatting as fmt
-from mezzo.report.pages import shared
+from mezzo.report import pages
 from mezzo.report.sections import FormatShares, Headline, Page, Paragraph, Section
 
 
@@ -24,7 +24,7 @@ def page(records: Sequence[CompareRecord]) -> Page:
         title=f"{fmt.plural(len(records), 'comparison')} together",
         answer=Headline(tone="quiet", word="together", sentence=_headline(records), detail=method),
         sections=list(map(_section, records)),
-        environment=shared.environment_facts(records[-1].environment),
+        environment=pages.environment_facts(records[-1].environment),
     )
 
 

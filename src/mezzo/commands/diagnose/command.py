@@ -12,7 +12,7 @@ from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.shown_help import HelpPage
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 
 HELP = HelpPage(
     group="understand",

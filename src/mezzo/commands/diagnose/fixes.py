@@ -16,9 +16,8 @@ from mezzo.commands.diagnose.offers import DOMAINS, NO_ROOT, Offer
 from mezzo.commands.diagnose.words import TrainingStyle, applies, written
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
-from mezzo.observe.limits import HEADROOM, NARROW
 from mezzo.observe.module_names import outermost
-from mezzo.observe.settings import TrialChanges
+from mezzo.observe.settings import HEADROOM, NARROW, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 

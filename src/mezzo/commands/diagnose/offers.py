@@ -6,8 +6,7 @@ from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from mezzo.formats import FP16
-from mezzo.observe.limits import NARROW
-from mezzo.observe.settings import TrialChanges
+from mezzo.observe.settings import NARROW, TrialChanges
 from mezzo.policy import Policy
 
 LinePlace = Literal["line", "scaler", "forward", "autocast", "step", "batch"]

@@ -9,14 +9,13 @@ from pathlib import PurePath
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, Pass, TrendStep
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
-from mezzo.report.charts import loss, steps
+from mezzo.report import pages
+from mezzo.report.charts import steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import styles_of
-from mezzo.report.commands import preset_of, typed_policy, with_fp32
+from mezzo.report.commands import ScriptCommands, after_failure, best_first, preset_of, typed_policy, with_fp32
 from mezzo.report.log_entries import Curve, LogEntry, codes_of, run_entry
-from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
-from mezzo.report.pages import shared
-from mezzo.report.pages.findings import finding_section, lines_of
+from mezzo.report.pages import finding_section, lines_of
 from mezzo.report.sections import (
     Block,
     Cell,
@@ -60,7 +59,7 @@ def page(record: DiagnoseRecord) -> Page:
         Fact(what="where", value=fmt.clean(record.fix_where)),
         Fact(what="", value=fmt.clean(record.fix_note)),
     ]
-    notes = [*_skips(record), *_ran_in(record), *shared.facts(record.notes)]
+    notes = [*_skips(record), *_ran_in(record), *pages.facts(record.notes)]
     found: list[Block] = [
         FactTable(rows=[_pass(number, run, record) for number, run in enumerate(record.passes, 1)]),
         FactTable(rows=notes),
@@ -85,8 +84,8 @@ def page(record: DiagnoseRecord) -> Page:
             Section(title="How it was found", blocks=found, details=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.run.environment),
-        command=shared.command_text(record.run.command, record.run.environment),
+        environment=pages.environment_facts(record.run.environment),
+        command=pages.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -102,14 +101,14 @@ def _answer(record: DiagnoseRecord, script: str) -> Headline:
         sentence=_headline(record, script),
         detail=_meaning(record),
         detail_follows_word=True,
-        error=shared.error_and_hint(record.run) if record.run.error and record.verdict != "unfinished" else "",
+        error=pages.error_and_hint(record.run) if record.run.error and record.verdict != "unfinished" else "",
         facts=facts,
     )
 
 
 def _charts(record: DiagnoseRecord) -> list[Drawn]:
     styles = styles_of([record.run])
-    charts = [*loss.loss_charts([record.run], styles=styles), steps.scale_chart([record.run], styles=styles)]
+    charts = [*steps.loss_charts([record.run], styles=styles), steps.scale_chart([record.run], styles=styles)]
     return [chart for chart in charts if chart.form != "nothing"]
 
 
@@ -144,7 +143,7 @@ def _untried(record: DiagnoseRecord) -> str:
     if not record.run.changed_nothing:
         return ""
     policy = fmt.clean(record.run.policy_shown)
-    return f"but this says nothing about {policy}, which {record.run.no_effect}: {shared.ran_text(record.run)}"
+    return f"but this says nothing about {policy}, which {record.run.no_effect}: {pages.ran_text(record.run)}"
 
 
 def _ran_in(record: DiagnoseRecord) -> list[Fact]:
@@ -153,7 +152,7 @@ def _ran_in(record: DiagnoseRecord) -> list[Fact]:
     why = "share of the FLOPs of matrix products and convolutions, in the steps whose operations were inspected"
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in effective.share_by_format.items()]
     ran = [Fact(what="ran in", value=fmt.listed(shares), reason=why)] if shares else []
-    return [*ran, *shared.facts(effective.left_alone)]
+    return [*ran, *pages.facts(effective.left_alone)]
 
 
 def _headline(record: DiagnoseRecord, script: str) -> str:

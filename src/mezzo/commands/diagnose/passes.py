@@ -26,17 +26,15 @@ from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known,
 from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.frameworks import own_sources
-from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.resuming import named_arguments
-from mezzo.observe.limits import NARROW
+from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
-from mezzo.observe.settings import DiagnoseSettings, TrialChanges
-from mezzo.patching.outcome import Unclear
+from mezzo.observe.settings import NARROW, DiagnoseSettings, TrialChanges
+from mezzo.patching import frameworks, torch_amp
 from mezzo.patching.reading import ScriptFacts
-from mezzo.patching.styles import frameworks, own_amp
-from mezzo.patching.text import Text
+from mezzo.patching.text import Text, Unclear
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
@@ -278,6 +276,6 @@ def caller_of(target: str, *, kind: Literal["script", "module"]) -> TrainingStyl
             continue
         callers |= {library for library in _LIBRARIES if trainer is not None and trainer.kind == library}
         callers |= {"session"} if script.uses("mezzo.Session") else set()
-        callers |= {"own_amp"} if own_amp.is_there(script) else set()
+        callers |= {"own_amp"} if torch_amp.has_own(script) else set()
     order: tuple[TrainingStyle, ...] = (*_LIBRARIES, "session", "own_amp")
     return next((caller for caller in order if caller in callers), "loop")

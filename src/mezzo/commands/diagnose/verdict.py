@@ -28,9 +28,8 @@ from mezzo.commands.diagnose.offers import Offer
 from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
-from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import NARROW, STEPS_THAT_SETTLE, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mezzo.records import DeviceReport, DoctorRecord
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.log_entries import LogEntry, plain_entry
-from mezzo.report.pages import shared
 from mezzo.report.sections import Fact, FactTable, Headline, NextStep, Page, Section, facts_section
 
 _LEVEL_TONES = {"native": "good", "emulated": "warn", "impossible": "bad"}
@@ -21,11 +21,11 @@ def page(record: DoctorRecord) -> Page:
         answer=_answer(record.devices),
         sections=[
             *map(_device, record.devices),
-            facts_section("TF32", shared.facts(record.tf32)),
-            facts_section("Advice", shared.facts(record.advice)),
+            facts_section("TF32", pages.facts(record.tf32)),
+            facts_section("Advice", pages.facts(record.advice)),
         ],
         steps=[NextStep(why=why, command="mezzo check train.py")],
-        environment=shared.environment_facts(record.environment),
+        environment=pages.environment_facts(record.environment),
     )
 
 

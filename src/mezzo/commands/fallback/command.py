@@ -12,7 +12,7 @@ from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord

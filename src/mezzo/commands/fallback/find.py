@@ -37,9 +37,8 @@ from mezzo.commands.fallback.search import (
 )
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale
-from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.module_names import covered, outermost
-from mezzo.observe.settings import FallbackSettings
+from mezzo.observe.settings import ROUNDOFFS, FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 

@@ -7,12 +7,11 @@ from pathlib import PurePath
 
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verification, clear_error
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.charts import modules
-from mezzo.report.commands import preset_of, with_fp32
+from mezzo.report.commands import ScriptCommands, best_first, preset_of, with_fp32
 from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
-from mezzo.report.next_steps import ScriptCommands, best_first
-from mezzo.report.pages import shared
 from mezzo.report.sections import (
     FEW_ROWS,
     Charts,
@@ -71,15 +70,15 @@ def page(record: FallbackRecord) -> Page:
             ),
             Section(
                 title="Not judged",
-                blocks=[Paragraph(text=ignored, faint=True), FactTable(rows=shared.facts(record.ignored))],
+                blocks=[Paragraph(text=ignored, faint=True), FactTable(rows=pages.facts(record.ignored))],
                 details=True,
                 folded=True,
             ),
-            facts_section("Notes", shared.facts(record.notes), details=True),
+            facts_section("Notes", pages.facts(record.notes), details=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.run.environment),
-        command=shared.command_text(record.run.command, record.run.environment),
+        environment=pages.environment_facts(record.run.environment),
+        command=pages.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -104,7 +103,7 @@ def _answer(record: FallbackRecord, script: str) -> Headline:
         sentence=_headline(record, script),
         detail=fmt.clean(record.reason),
         detail_follows_word=True,
-        error=shared.error_and_hint(record.run) if record.run.error else "",
+        error=pages.error_and_hint(record.run) if record.run.error else "",
         facts=[Fact(what=what, value=value, reason=reason) for what, value, reason in known if value != fmt.MISSING],
     )
 

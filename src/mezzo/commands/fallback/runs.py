@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.search import Ahead
-from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
-from mezzo.launch.ranks.requests import folder_of_rank
+from mezzo.launch.ranks.merged import folder_of_rank
 from mezzo.launch.request import Request
 from mezzo.launch.several.resuming import Waves, named_arguments
 from mezzo.launch.several.side_by_side import output_of
+from mezzo.launch.signals import Stopped
 from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy

@@ -9,11 +9,10 @@ from pathlib import PurePath
 from mezzo.records import Prediction, PredictionDetail, PredictRecord, RealGpus
 from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.charts.predicted import predict_charts
-from mezzo.report.commands import TypedScript
+from mezzo.report.commands import TypedScript, best_first
 from mezzo.report.log_entries import LogEntry, plain_entry
-from mezzo.report.next_steps import best_first
-from mezzo.report.pages import shared
 from mezzo.report.sections import (
     Cell,
     Charts,
@@ -76,11 +75,11 @@ def page(record: PredictRecord) -> Page:
                 for one in record.predictions
                 if one.modules
             ),
-            facts_section("Assumed", shared.facts(record.assumptions), details=True),
+            facts_section("Assumed", pages.facts(record.assumptions), details=True),
         ],
         steps=best_first(NextStep(why=fmt.clean(why), command=command) for why, command in _next(record)),
-        environment=shared.environment_facts(record.environment),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment),
+        command=pages.command_text(record.command, record.environment),
     )
 
 
@@ -282,7 +281,7 @@ def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
     """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested."""
     if predicted is None:
         return []
-    left_out = shared.facts(predicted.not_predicted)
+    left_out = pages.facts(predicted.not_predicted)
     if predicted.reason:
         why = Paragraph(text=f"Not predicted: {fmt.clean(predicted.reason)}.")
         return [
@@ -301,7 +300,7 @@ def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
         ),
         Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
         Section(
-            title="Assumed", blocks=[FactTable(rows=shared.facts(predicted.assumptions))], shown_in="page", folded=True
+            title="Assumed", blocks=[FactTable(rows=pages.facts(predicted.assumptions))], shown_in="page", folded=True
         ),
     ]
 

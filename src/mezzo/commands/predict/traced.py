@@ -21,7 +21,7 @@ from mezzo.cli.script import Script, check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -230,7 +230,7 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
 
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     """Let all traces of a script inside share their imports, which begin now."""
-    from mezzo.launch.process.shared_libraries import shared_libraries
+    from mezzo.launch.fork_server import shared_libraries
     from mezzo.measure.predict.script.tape_server import shared_imports
 
     folder = os.getcwd() if as_module else str(Path(target).resolve().parent)

@@ -15,12 +15,11 @@ from mezzo.records import (
     UpdateLoss,
 )
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.charts import ranges
-from mezzo.report.commands import with_fp32, with_scale
+from mezzo.report.commands import ScriptCommands, after_failure, best_first, with_fp32, with_scale
 from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, run_entry
-from mezzo.report.next_steps import ScriptCommands, after_failure, best_first
-from mezzo.report.pages import shared
 from mezzo.report.sections import (
     Cell,
     Charts,
@@ -61,7 +60,7 @@ def page(record: RangesRecord) -> Page:
         answer=_answer(record, script),
         sections=[
             Section(title="Loss scale by format", blocks=[windows, Paragraph(text=_method(record), faint=True)]),
-            facts_section("Consequences", shared.facts(record.notes)),
+            facts_section("Consequences", pages.facts(record.notes)),
             facts_section(
                 f"The tensors at both ends of the {form} window", _ends(ranges.judged_window(record)), details=True
             ),
@@ -85,8 +84,8 @@ def page(record: RangesRecord) -> Page:
             Section(title="Every tensor", blocks=[every], shown_in="page", folded=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.run.environment),
-        command=shared.command_text(record.run.command, record.run.environment),
+        environment=pages.environment_facts(record.run.environment),
+        command=pages.command_text(record.run.command, record.run.environment),
     )
 
 
@@ -99,7 +98,7 @@ def _answer(record: RangesRecord, script: str) -> Headline:
         for row in rows
         if isinstance(row[1], Cell)
     ]
-    if shared.error_text(record.run):
+    if pages.error_text(record.run):
         tone, word = "bad", "failed"
     elif window is None or window.lowest is None or window.highest is None:
         tone, word = "open" if window is None else "quiet", "no gradient"
@@ -110,14 +109,14 @@ def _answer(record: RangesRecord, script: str) -> Headline:
         word=word,
         sentence=_headline(record, window, script),
         detail=_details(record, window),
-        error=shared.error_and_hint(record.run),
+        error=pages.error_and_hint(record.run),
         facts=facts,
     )
 
 
 def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> str:
     form = fmt.clean(record.format)
-    if shared.error_text(record.run) and not record.steps_watched:
+    if pages.error_text(record.run) and not record.steps_watched:
         return f"{script} failed before a step could be recorded"
     if window is None or window.lowest is None:
         if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):

@@ -70,7 +70,7 @@ def report(
 
 def _list_snapshots(folder: Path, *, show: bool, serve: bool) -> bool:
     """Print what the snapshots in ``folder`` hold; return whether it has any."""
-    from mezzo.engine.snapshots.listing import listing, snapshots_below
+    from mezzo.engine.snapshots.folder import listing, snapshots_below
 
     if not snapshots_below(folder):
         return False
@@ -105,9 +105,10 @@ def _refuse_mixed(
 
 def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
     """Show ``records`` and write their pages; return the page to open: that of all comparisons together, or the first."""
+    from mezzo.commands.compare import together as several
     from mezzo.records import CompareRecord, read_record
-    from mezzo.report.html import write_html, write_together
-    from mezzo.report.terminal import render, render_together
+    from mezzo.report.html import write_html, write_page
+    from mezzo.report.terminal import render, render_page
 
     if as_json and len(records) > 1:
         raise UsageError(
@@ -125,7 +126,7 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
     folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
     together = len(compared) > 1 and not as_json
     if together:
-        write_together(compared, folder / "together.html")
+        write_page(several.page(compared), folder / "together.html")
     with results.closed_output_ignored():
         screen = results.console()
         for page, record in shown:
@@ -134,7 +135,8 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
                 continue
             render(record, screen, files=f"report: {page}")
         if together:
-            render_together(compared, screen)
+            screen.print()
+            render_page(several.page(compared), screen, verbose=False)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
     for path, (page, record) in zip(records, shown, strict=True):
         results.track(record, path, page, log_to)
@@ -144,12 +146,11 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
 def _index(folder: Path) -> Path:
     """Write the index of ``folder``, and every page that is missing or older than its record; return the path of the index."""
     from mezzo.errors import RecordError
+    from mezzo.report import index
     from mezzo.report.html import write_html, write_index
-    from mezzo.report.index import entries as lines
-    from mezzo.report.index.sheet import index_sheet
     from mezzo.report.terminal import print_index
 
-    paths = lines.find_records(folder)
+    paths = index.find_records(folder)
     if not paths:
         raise UsageError(
             f"there is no record.json in {folder} or below it",
@@ -157,19 +158,19 @@ def _index(folder: Path) -> Path:
         )
     check_folder(folder, "RECORD")
     entries, num_written = [], 0
-    for path, record in lines.read_all(paths):
+    for path, record in index.read_all(paths):
         try:
-            if not isinstance(record, RecordError) and lines.outdated(path):
-                write_html(record, lines.page_of(path))
+            if not isinstance(record, RecordError) and index.outdated(path):
+                write_html(record, index.page_of(path))
                 num_written += 1
-            entry = lines.entry_of(path, record, folder)
+            entry = index.entry_of(path, record, folder)
         except _OF_VIEWS as error:  # it must not hide the others
             why = RecordError(
                 f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo, with the record"
             )
-            entry = lines.entry_of(path, why, folder)
+            entry = index.entry_of(path, why, folder)
         entries.append(entry)
-    sheet = index_sheet(entries, folder)
+    sheet = index.index_sheet(entries, folder)
     write_index(sheet, folder / _INDEX)
     if num_written:
         results.note(f"{num_written} of {len(paths)} pages were missing or older than their records, and were written")
@@ -188,7 +189,7 @@ def _open(address: str) -> None:
 
 
 def _serve(page: Path, *, port: int, show: bool) -> None:
-    from mezzo.report.index.serve import address_of, serving
+    from mezzo.report.serve import address_of, serving
 
     folder = page.resolve().parent
     try:
@@ -209,7 +210,7 @@ def _serve(page: Path, *, port: int, show: bool) -> None:
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:
     """Return the path of each record's page: next to the record, or in ``out`` under the name of the record's folder."""
-    from mezzo.report.index.entries import page_of
+    from mezzo.report.index import page_of
 
     pages: list[Path] = []
     for path in records:

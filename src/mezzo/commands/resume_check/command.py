@@ -17,7 +17,7 @@ from mezzo.cli.results import note
 from mezzo.cli.script import Script
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 from mezzo.secrets import hidden
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from pathlib import PurePath
 
 from mezzo.records import AS_IS, ResumeCheckRecord
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
+from mezzo.report.commands import ScriptCommands, best_first
 from mezzo.report.log_entries import LogEntry, plain_entry
-from mezzo.report.next_steps import ScriptCommands, best_first
-from mezzo.report.pages import shared
 from mezzo.report.sections import Fact, FactTable, Grid, Headline, NextStep, Page, Section, facts_section
 
 _TONES = {
@@ -44,18 +44,18 @@ def page(record: ResumeCheckRecord) -> Page:
             word=record.verdict.replace("_", " "),
             sentence=headline,
             detail=fmt.clean(record.why).rstrip(".") + ".",
-            error=shared.first_error_and_hint([record.whole, *([record.resumed] if record.resumed else [])]),
+            error=pages.first_error_and_hint([record.whole, *([record.resumed] if record.resumed else [])]),
             facts=results,
         ),
         sections=[
             Section(title="", blocks=[FactTable(rows=results)], shown_in="terminal"),
             Section(title="What was not restored", blocks=[not_restored]),
             Section(title="Losses", blocks=[losses]),
-            facts_section("Not restored, but without effect in this run", shared.facts(record.without_effect)),
+            facts_section("Not restored, but without effect in this run", pages.facts(record.without_effect)),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.environment),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment),
+        command=pages.command_text(record.command, record.environment),
     )
 
 

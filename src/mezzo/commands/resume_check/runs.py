@@ -15,11 +15,10 @@ from pathlib import Path
 
 from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
-from mezzo.launch.process.command_signals import stoppable
-from mezzo.launch.request import Request
-from mezzo.launch.request_parts import TraceRequest
+from mezzo.launch.request import Request, TraceRequest
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.resuming import named_arguments
+from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import RunTrace, Written, read_trace
 from mezzo.records import FileRead, RunRecord
 from mezzo.records.run import RUN_NAME

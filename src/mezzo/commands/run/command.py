@@ -24,8 +24,7 @@ from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.request import Request
-    from mezzo.launch.request_parts import GuardRequest, SnapshotRequest
+    from mezzo.launch.request import GuardRequest, Request, SnapshotRequest
     from mezzo.policy import Policy
     from mezzo.records import AlarmKind, RunRecord
 
@@ -147,7 +146,7 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
         text: the value of ``--guard``.
         policy: the policy as typed.
     """
-    from mezzo.launch.request_parts import GuardRequest
+    from mezzo.launch.request import GuardRequest
 
     if text is None and script.framework != "torch":
         return None
@@ -207,8 +206,7 @@ def snapshot_request(
     script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
 ) -> SnapshotRequest | None:
     """Return the request for the run's snapshots; None if there is none. A resumed run continues in the folder of the earlier one."""
-    from mezzo.launch.request import policy_text
-    from mezzo.launch.request_parts import SnapshotRequest
+    from mezzo.launch.request import SnapshotRequest, policy_text
 
     if snapshot is None and resume is None:
         return None

@@ -19,15 +19,21 @@ from mezzo.records import (
     SnapshotsTaken,
 )
 from mezzo.report import formatting as fmt
-from mezzo.report.charts import loss, memory, series, steps
+from mezzo.report import pages
+from mezzo.report.charts import data, memory, steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import styles_of
-from mezzo.report.commands import preset_of, typed_policy, with_fp32
+from mezzo.report.commands import (
+    ScriptCommands,
+    after_failure,
+    best_first,
+    preset_of,
+    skips_many,
+    typed_policy,
+    with_fp32,
+)
 from mezzo.report.log_entries import Curve, LogEntry, codes_of, settings_of, stem
-from mezzo.report.next_steps import ScriptCommands, after_failure, best_first, skips_many
-from mezzo.report.pages import ranks, shared
-from mezzo.report.pages.findings import finding_section, lines_of
-from mezzo.report.pages.shared import facts
+from mezzo.report.pages import facts, finding_section, lines_of
 from mezzo.report.sections import (
     Charts,
     Fact,
@@ -51,8 +57,8 @@ def page(record: RunRecord) -> Page:
     script, policy = fmt.clean(PurePath(record.script).name), fmt.clean(record.policy_shown)
     results, bottleneck = run_facts(record), bottleneck_facts(record.bottleneck)
     held_back = facts_section("What holds it back", bottleneck, details=not record.watched)
-    title, left_alone = "Result" if record.watched else "", shared.facts(record.effective.left_alone)
-    ran = FormatShares(policy=policy, shares=shared.shares(record.effective.share_by_format))
+    title, left_alone = "Result" if record.watched else "", pages.facts(record.effective.left_alone)
+    ran = FormatShares(policy=policy, shares=pages.shares(record.effective.share_by_format))
     return Page(
         title=f"{script} under {policy}",
         script=fmt.clean(record.script),
@@ -62,24 +68,24 @@ def page(record: RunRecord) -> Page:
             Section(title=title, blocks=[FactTable(rows=results)], shown_in="terminal", details=record.watched),
             facts_section("Guardrails", guard_facts(record.guardrails)),
             facts_section("Out of memory", memory_facts(record.out_of_memory)),
-            facts_section("Ranks", ranks.rank_facts(record)),
-            facts_section("Differences between ranks", ranks.difference_facts(record)),
+            facts_section("Ranks", pages.rank_facts(record)),
+            facts_section("Differences between ranks", pages.difference_facts(record)),
             *map(finding_section, record.findings),
             SourceCode(run=record, lines=lines_of(record.findings)),
             Charts(draw=lambda _: _charts(record)),
             *([] if record.watched else [held_back]),
-            facts_section("Policy", shared.explained(record), details=True),
-            shared.memory_section([(record.policy_shown, record.memory)]),
+            facts_section("Policy", pages.explained(record), details=True),
+            pages.memory_section([(record.policy_shown, record.memory)]),
             Section(
                 title="Effective formats",
-                blocks=[Formats(policies=[ran]), Paragraph(text=shared.shares_note(record), faint=True)],
+                blocks=[Formats(policies=[ran]), Paragraph(text=pages.shares_note(record), faint=True)],
                 details=True,
             ),
             Section(title="Left alone", blocks=[FactTable(rows=left_alone)], details=True, folded=True),
         ],
         steps=best_first(_next(record)),
-        environment=shared.environment_facts(record.environment, framework=record.framework),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment, framework=record.framework),
+        command=pages.command_text(record.command, record.environment),
     )
 
 
@@ -87,7 +93,7 @@ def _answer(record: RunRecord, sentence: str, results: Sequence[Fact], bottlenec
     """Return whether a run trained, and its results."""
     broken = any(fact.tone == "bad" for fact in results)
     shown = results
-    if shared.error_text(record):
+    if pages.error_text(record):
         tone, word = "bad", "failed"
     elif record.changed_nothing:
         tone, word = "warn", "nothing changed"
@@ -98,14 +104,14 @@ def _answer(record: RunRecord, sentence: str, results: Sequence[Fact], bottlenec
         shown = [*change, *(fact for fact in bottleneck if fact.what in record.bottleneck.shares)][:5]
     else:
         tone, word = ("bad", "not finite") if broken else ("good", "trained")
-    return Headline(tone=tone, word=word, sentence=sentence, error=shared.error_and_hint(record), facts=shown)
+    return Headline(tone=tone, word=word, sentence=sentence, error=pages.error_and_hint(record), facts=shown)
 
 
 def _charts(record: RunRecord) -> list[Drawn]:
     styles = styles_of([record])
     style = styles[record.policy_shown]
     return [
-        *loss.loss_charts([record], styles=styles),
+        *steps.loss_charts([record], styles=styles),
         steps.scale_chart([record], styles=styles),
         steps.norm_chart(record, style=style),
         steps.time_chart(record, style=style),
@@ -120,7 +126,7 @@ def _headline(record: RunRecord, *, script: str, policy: str) -> str:
         steps = f"its first {steps}"
     if record.exit_code == ScriptError.exit_code and not len(record.steps):
         return f"{script} ended under {policy}; no training step was seen{missing}"  # it did not fail by itself
-    if shared.error_text(record):
+    if pages.error_text(record):
         return f"{script} failed under {policy} after {steps}{missing}"
     if not record.steps.loss:
         return f"{script} ran under {policy}; no training step was seen{missing}"
@@ -129,9 +135,9 @@ def _headline(record: RunRecord, *, script: str, policy: str) -> str:
         if record.bottleneck.limit == "unknown":
             return f"What holds {script} back is not known: {why}{missing}"
         return f"{script} is held back by {LIMITS[record.bottleneck.limit]}: {why}{missing}"
-    loss = shared.final_loss_text(record)
+    loss = pages.final_loss_text(record)
     if record.changed_nothing:
-        ran = shared.ran_text(record)
+        ran = pages.ran_text(record)
         return f"{script} trained {steps}; {policy} {record.no_effect}: {ran}, to a loss of {loss}{missing}"
     return f"{script} trained {steps} under {policy}, to a loss of {loss}{missing}"
 
@@ -165,7 +171,7 @@ def proof_text(proof: SnapshotProof) -> str:
 
 def run_facts(record: RunRecord) -> list[Fact]:
     """Return the results of a run, one line each."""
-    steps, final_loss = record.steps, shared.final_loss_text(record)
+    steps, final_loss = record.steps, pages.final_loss_text(record)
     broken = any(word in final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = fmt.NOT_FOR_GPU if record.effective.emulated else ""
     of_emulation = fmt.NOT_FOR_GPU if record.memory.of_emulation else ""
@@ -175,7 +181,7 @@ def run_facts(record: RunRecord) -> list[Fact]:
     rows = [
         Fact(
             what="formats",
-            value=shared.formats_text(record),
+            value=pages.formats_text(record),
             reason="of the FLOPs of matrix products" if counted else "",
         ),
         Fact(
@@ -189,7 +195,7 @@ def run_facts(record: RunRecord) -> list[Fact]:
         ),
         Fact(
             what="time per step",
-            value=fmt.ms_text(series.median_ms(steps.warm_ms)),
+            value=fmt.ms_text(data.median_ms(steps.warm_ms)),
             reason="; ".join(filter(None, [emulated, duration])),
         ),
         Fact(

@@ -20,7 +20,7 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.process.command_signals import Stopped, stoppable
+from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial

@@ -7,8 +7,8 @@ from pathlib import PurePath
 
 from mezzo.records import TuneRecord, TuneRow, TuneTrial
 from mezzo.report import formatting as fmt
+from mezzo.report import pages
 from mezzo.report.log_entries import LogEntry, plain_entry
-from mezzo.report.pages import shared
 from mezzo.report.sections import Cell, Fact, Grid, Headline, NextStep, Page, Paragraph, Section
 
 _TONES = {"use": "good", "keep": "quiet", "undecided": "open", "failed": "bad"}
@@ -45,8 +45,8 @@ def page(record: TuneRecord) -> Page:
             Section(title="How it was found", blocks=[trials], shown_in="page"),
         ],
         steps=[NextStep(why=fmt.clean(record.next_why), command=fmt.clean(record.next_command))],
-        environment=shared.environment_facts(record.environment),
-        command=shared.command_text(record.command, record.environment),
+        environment=pages.environment_facts(record.environment),
+        command=pages.command_text(record.command, record.environment),
     )
 
 
@@ -61,7 +61,7 @@ def _answer(record: TuneRecord, headline: str) -> Headline:
             facts.append(Fact(what="as fast as now", value=value, reason=_interval(row)))
         if row.memory_bytes is not None:
             facts.append(Fact(what="memory", value=fmt.bytes_text(row.memory_bytes)))
-    notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in shared.facts(record.notes)]
+    notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in pages.facts(record.notes)]
     why = fmt.clean(record.why).rstrip(".") + "."
     return Headline(
         tone=_TONES[record.decision],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mezzo.cli.options.values import NONE, Budget
 from mezzo.cli.script import Script
 from mezzo.commands.predict.traced import tracing
-from mezzo.launch.process.command_signals import stoppable
+from mezzo.launch.signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.plan import Configuration

@@ -21,10 +21,9 @@ from mezzo.commands.tune.plan import (
     speed_of,
     steps_of,
 )
-from mezzo.launch.process.command_signals import Stop, stoppable
-from mezzo.launch.request import Request
-from mezzo.launch.request_parts import ModelChanges
+from mezzo.launch.request import ModelChanges, Request
 from mezzo.launch.several.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments
+from mezzo.launch.signals import Stop, stoppable
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 

@@ -17,7 +17,7 @@ ALIASES = {
     "apex": "mezzo.compat.apex",
     "apex.amp": "mezzo.compat.apex.amp",
     "apex.amp._amp_state": "mezzo.compat.apex.amp.state",
-    "apex.amp.scaler": "mezzo.compat.apex.amp.scaler",
+    "apex.amp.scaler": "mezzo.compat.apex.amp.state",
     "apex.normalization": "mezzo.compat.apex.normalization",
     "apex.normalization.fused_layer_norm": "mezzo.compat.apex.normalization",
     "apex.optimizers": "mezzo.compat.apex.optimizers",

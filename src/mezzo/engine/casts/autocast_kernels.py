@@ -176,9 +176,6 @@ def _dtypes(values: Sequence[Any]) -> set[torch.dtype]:
     return {t.dtype for t in flat_tensors(values) if t.dtype in _CASTABLE}
 
 
-# --- regions -----------------------------------------------------------------------------------------------------------------
-
-
 class WeightCasts:
     """Casts of weights, reused until a weight changes.
 
@@ -297,8 +294,6 @@ def is_off_inside() -> bool:
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > inner.nesting
 
-
-# --- a table's number in autocast's state ------------------------------------------------------------------------------------
 
 _DIGITS = ("maia", "ipu")
 """Device types whose autocast state encodes the number of the open table: torch knows their names but has no tensors there."""

@@ -158,13 +158,9 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
     return rules
 
 
-# --- Rules for operations whose 16-bit kernels differ between CUDA and a CPU, by the lists of ``cuda_kernels`` ------------------
-
 # A policy that is emulated on a CPU stands for a GPU. What CUDA refuses is refused, in torch's words. What CUDA computes and the CPU does
 # not is computed in FP32 and rounded, forward and backward. The rules are for operands in 16 bits only: where the op lists ask for FP32,
 # there are none.
-
-
 def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
     """Return the rules of all such operations that this torch has.
 

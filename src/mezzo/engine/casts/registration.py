@@ -114,17 +114,12 @@ def _kernel(
     return call
 
 
-# --- Tensors inside the transforms of ``torch.func`` ----------------------------------------------------------------------------
-
-
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor that owns the memory: each transform, such as ``grad`` or ``vmap``, wraps it once."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
-
-# --- Settings of torch.compile that make compiled code train as eager code does under the same policy ---------------------------
 
 # They are set for the whole process, once, by the first cast table that needs them:
 #
@@ -136,8 +131,6 @@ def unwrapped(tensor: Tensor) -> Tensor:
 #   gradients then differed from FP32's by a tenth of what FP16 causes, and no overflow was ever seen.
 #
 # Limit: native arithmetic is left to Inductor, so a chain of fused 16-bit operations is rounded once, at its end.
-
-
 def trace_as_eager() -> None:
     """Trace backward passes with autocast off, and keep no traces across processes."""
     import torch._functorch.config as config

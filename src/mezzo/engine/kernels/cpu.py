@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mezzo.devices import this_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.layout import dense
+from mezzo.engine.kernels.storage import dense
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.library_files import cache_home
 from mezzo.temporary import folder_of_process

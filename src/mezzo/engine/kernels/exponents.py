@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mezzo.engine.kernels import cpu
 from mezzo.engine.kernels.exponent_bins import BINS, CELLS, CUTS
-from mezzo.engine.kernels.layout import dense
+from mezzo.engine.kernels.storage import dense
 from mezzo.formats import BF16, FP16, FP32
 
 _MANTISSA = FP32.mantissa_bits
@@ -52,7 +52,7 @@ def counter(device_type: str) -> tuple[Count, str]:
         if torch.cuda.get_device_capability() < (7, 0) and torch.version.hip is None:
             return reference, "plain torch operations: the Triton kernel needs compute capability 7.0"
         try:
-            kernels = importlib.import_module("mezzo.engine.kernels.gpu_exponents")
+            kernels = importlib.import_module("mezzo.engine.kernels.gpu")
             # A Triton that cannot compile fails here, not in the first observed step.
             kernels.count([torch.ones(1, device="cuda")], [tables(1, "cuda")[0]])
         except Exception as error:  # its compiler may raise anything

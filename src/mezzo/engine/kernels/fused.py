@@ -15,9 +15,7 @@ from torch import Tensor
 
 from mezzo.devices import has_fp64
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.layout import dense, join, split
-from mezzo.engine.kernels.moments import SIGNED, flat, flat_fp32, rounded
-from mezzo.engine.kernels.noise import round_to_bf16, streams
+from mezzo.engine.kernels.storage import SIGNED, dense, flat, flat_fp32, join, round_to_bf16, rounded, split, streams
 from mezzo.formats import BF16, FP16, FP32, FP64
 
 

@@ -23,14 +23,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.gpu_formats import EXACT, HEAD, TYPES
-from mezzo.engine.kernels.gpu_kernels import adamw_kernel, begin_kernel, sgd_kernel, square_kernel
-from mezzo.engine.kernels.layout import dense
+from mezzo.engine.kernels.exponent_bins import BINS, CUTS
+from mezzo.engine.kernels.gpu_kernels import (
+    EXACT,
+    HEAD,
+    TYPES,
+    adamw_kernel,
+    begin_kernel,
+    exponent_kernel,
+    sgd_kernel,
+    square_kernel,
+)
+from mezzo.engine.kernels.storage import dense
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP64
 
@@ -317,3 +327,44 @@ def _compiled_in(settings: Settings) -> tuple[bool, bool]:
     if isinstance(settings, AdamWSettings):
         return settings.amsgrad, 1.0 - settings.beta1 < 0.5
     return settings.momentum != 0, settings.nesterov
+
+
+# Triton before 3.8 counts in registers, a warp's bins in its 32 threads: 512 bins fit, so the chunk is read five times, from the cache.
+# Later ones count in shared memory, all bins at once. A part is a power of two.
+_PARTS, _PART_BINS = (1, 4096) if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else (5, 512)
+assert _PARTS * _PART_BINS >= BINS
+_TILE = 1024
+_WARPS = 8
+
+
+@functools.cache
+def _cuts(device: torch.device) -> Tensor:
+    return torch.tensor(CUTS, dtype=torch.int32, device=device)
+
+
+def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Count the elements of dense tensors into their tables, like ``exponents.reference``.
+
+    A program adds its chunk's counts to the tensor's table, so even the most frequent bin costs one atomic addition per chunk.
+    """
+    kinds = dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel())
+    for dtype, device in kinds:
+        alike = [
+            (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
+        ]
+        # No table is kept: the tensors are others each time.
+        table = table_of([[t for t, _ in alike], [r for _, r in alike]], kept=LaunchTables(1))
+        compiled_in = {"TYPE": TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
+        with on(device):
+            exponent_kernel[(table.programs,)](
+                table.memory,
+                table.chunks,
+                _cuts(device),
+                table.count,
+                **compiled_in,
+                PARTS=_PARTS,
+                PART=_PART_BINS,
+                TILE=_TILE,
+                num_warps=_WARPS,
+                enable_fp_fusion=True,
+            )

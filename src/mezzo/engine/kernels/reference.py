@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.layout import join, split
-from mezzo.engine.kernels.moments import SIGNED, flat, flat_fp32, rounded
-from mezzo.engine.kernels.noise import round_to_bf16, streams
+from mezzo.engine.kernels.storage import SIGNED, flat, flat_fp32, join, round_to_bf16, rounded, split, streams
 from mezzo.formats import BF16
 
 

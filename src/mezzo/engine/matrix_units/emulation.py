@@ -271,8 +271,6 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
     return Emulation(name=name.strip("_"), format=low, run=run)
 
 
-# --- Linear layers in FP8, emulated in FP32 -------------------------------------------------------------------------------------
-
 # A layer has three products: the result, the gradient of its input and the gradient of its weight. Both operands of each
 # are multiplied by a scale and rounded to 8 bits, their products are added up in FP32, divided by the scales and rounded
 # to BF16. Each use computes its scale from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
@@ -286,8 +284,6 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
 # Weights are rounded from the format in which they are stored, not from BF16. The BF16 input and the weight itself are
 # kept for the backward pass and rounded again there, as torchao does: 8-bit values are operands of a product and are
 # not stored.
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The formats of operands and gradients, and the extent of one scale."""
@@ -371,12 +367,9 @@ LINEAR: dict[tuple[str, str], Callable[..., Tensor]] = {
 """The emulation of ``torch.nn.functional.linear`` by the recipe and the pair of formats."""
 
 
-# --- Fourier transforms of FP16 numbers, with cuFFT's rules ---------------------------------------------------------------------
-
 # cuFFT transforms FP16 if all sizes are powers of two, and returns its complex format. CPUs have no such kernel, so it is emulated: one
 # transform in FP32 and one rounding. cuFFT refuses other sizes in FP16, and torch 2.13 refuses BF16 (``aten/src/ATen/native``:
 # ``SpectralOps.cpp``, ``cuda/CuFFTPlanCache.h``). A backward pass transforms the same sizes.
-
 DTYPES = frozenset((FP16.dtype, BF16.dtype, torch.complex32))
 """The dtypes of the operands to which the rules apply."""
 PRIMITIVES = ("_fft_r2c", "_fft_c2r", "_fft_c2c")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, SGDSettings
-from mezzo.engine.kernels.moments import KINDS
+from mezzo.engine.kernels.storage import KINDS
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.errors import PolicyError, SessionError
 

@@ -3,23 +3,40 @@
 Every parameter's state has the memory layout of its weight, since the kernels walk through addresses. It is converted to a
 new layout, format or kind of moments when the parameter or its group changes (``_fit``), so a model may be cast, moved to
 channels_last or loaded after the optimizer was built.
+
+A session's one pass reads scaled gradients and lets the device decide whether to skip: there is no call to hook into. If there are
+hooks, the host reads whether the update is made, unscales the gradients and calls ``step``, as a loop with GradScaler does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torchs
 
 from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
+from mezzo.engine.kernels import cpu, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.layout import gradient_as, join, laid_out_as, refuse_gaps, split
-from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, stored_as, zero_moment
-from mezzo.engine.optimizers.step_hooks import hooks_deferred
+from mezzo.engine.kernels.storage import (
+    KINDS,
+    SIGNED,
+    as_fp32,
+    gradient_as,
+    join,
+    laid_out_as,
+    refuse_gaps,
+    split,
+    stored_as,
+    zero_moment,
+)
 from mezzo.engine.processes.shards import local, shared_as
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32
@@ -340,3 +357,57 @@ def _loaded_moment(value: Any, weight: Tensor, kind: str, *, signed: bool) -> An
         return local(value).to(weight.device, FP32.dtype, copy=True)
     arranged = torch.empty_strided(weight.shape, weight.stride(), dtype=FP32.dtype).copy_(local(value))
     return stored_as(kind, arranged, signed=signed).to(weight.device)
+
+
+def have_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Return whether a step of any of ``optimizers`` runs hooks, of its own or of all optimizers."""
+    hooked = [o for o in optimizers if o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks]
+    return bool(hooked or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+
+
+def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer.step`` is that of its class in torch or mezzo, neither overridden nor wrapped."""
+    step: Any = optimizer.step
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if not home.startswith(("torch.", "mezzo.")):
+            return False
+        step = getattr(function, "__wrapped__", None)  # by torch's hooks, its no_grad, and its learning rate schedulers
+    return True
+
+
+@contextmanager
+def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
+    """Keep torch from running ``hooks`` inside the block; yield them for the caller to run when their argument is complete."""
+    deferred = dict(hooks)
+    hooks.clear()
+    try:
+        yield list(deferred.values())
+    finally:
+        hooks.update(deferred)
+
+
+_FUSED_DEVICES = ("mps", "xpu")
+
+
+@functools.cache
+def choose(device_type: str) -> tuple[ModuleType, str]:
+    """Return the module with the kernels for torch's device type, and why."""
+    if device_type == "cpu":
+        library, reason = cpu.library()
+        return (cpu, reason) if library is not None else (fused, f"torch's fused kernels: {reason}")
+    if device_type == "cuda":
+        return _triton()
+    if device_type in _FUSED_DEVICES:
+        return fused, f"torch's fused kernels, with clipping and scale in grad_scale: Mezzo has none for {device_type}"
+    return reference, f"plain torch operations: no fused kernels for {device_type}"
+
+
+def _triton() -> tuple[ModuleType, str]:
+    try:
+        kernels = importlib.import_module("mezzo.engine.kernels.gpu")
+        kernels.try_out(torch.device("cuda"))  # a Triton that cannot compile fails here, not in the first update
+    except Exception as error:  # its compiler may raise anything
+        return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
+    return kernels, "Triton kernels, one launch per group"

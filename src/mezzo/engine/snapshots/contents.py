@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from mezzo.engine import checks
 from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
-from mezzo.engine.processes.replicas import bare
-from mezzo.engine.processes.shards import local
+from mezzo.engine.processes.shards import bare, local
+from mezzo.engine.randomness import check_generators, random_states, set_random_states
 from mezzo.engine.snapshots.background import Copies
-from mezzo.engine.snapshots.randomness import check_generators, random_states, set_random_states
-from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
-from mezzo.engine.snapshots.structure import put_together, take_apart
+from mezzo.engine.snapshots.structure import Shard, placed, placed_model, placed_optimizer, put_together, take_apart
 from mezzo.engine.state import SessionParts, open_window
 from mezzo.errors import MezzoError, SessionError, SnapshotError
 from mezzo.policy import Policy

@@ -1,4 +1,4 @@
-"""A folder of snapshots: their names, the newest ones, and the one run that may write to it.
+"""A folder of snapshots: what it holds, which of them to load, which run may write to it.
 
 Files are numbered in the order in which they were written (``000007-update-00001200.safetensors``), not by their updates: after a return
 to an older snapshot, a newer file may have fewer updates.
@@ -9,15 +9,20 @@ processes, such as data loader workers, do not inherit it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import socket
 import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
+from mezzo.engine.snapshots import container
+from mezzo.engine.snapshots.structure import put_together
 from mezzo.errors import SnapshotError
 from mezzo.secrets import hidden
 
@@ -171,3 +176,122 @@ def _unusable(path: Path, error: OSError) -> SnapshotError:
         f"cannot use {str(path)!r} for snapshots: {error.strerror}",
         hint="choose a folder that exists or can be created, and that you may write to",
     )
+
+
+class RefusedSnapshot(NamedTuple):
+    """A snapshot that was not loaded."""
+
+    path: Path
+    why: str
+
+
+class Chosen(NamedTuple):
+    """The snapshot that was loaded."""
+
+    path: Path
+    contents: Any
+    refused: list[RefusedSnapshot]
+    """Newer snapshots in the folder."""
+
+
+def load_newest(path: Path, load: Callable[[Any], None]) -> Chosen | None:
+    """Load a snapshot, or the newest loadable one in a folder, like ``load_first``."""
+    files = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
+    return load_first([(file, functools.partial(contents_at, file)) for file in files], load, folder=path)
+
+
+def load_first(
+    candidates: Sequence[tuple[Path, Callable[[], Any]]], load: Callable[[Any], None], *, folder: Path
+) -> Chosen | None:
+    """Load the first loadable of several snapshots; a warning names those before it. None if there are no candidates.
+
+    Args:
+        candidates: the newest first, each with a function that returns its contents or raises ``SnapshotError``.
+        load: loads the contents, or raises ``SnapshotError`` and changes nothing.
+        folder: their folder, for messages.
+
+    Raises:
+        SnapshotError: none of them can be loaded.
+    """
+    refused: list[RefusedSnapshot] = []
+    for path, read in candidates:
+        try:
+            contents = read()
+            load(contents)
+        except SnapshotError as error:
+            if len(candidates) == 1:
+                raise
+            refused.append(RefusedSnapshot(path, error.message))
+            continue
+        if refused:
+            listed = "; ".join(f"{snapshot.path.name}: {snapshot.why}" for snapshot in refused)
+            warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=3)
+        return Chosen(path, contents, refused)
+    if not candidates:
+        return None
+    raise none_loaded(refused, f"in {str(folder)!r}")
+
+
+def none_loaded(refused: Sequence[RefusedSnapshot], which: str) -> SnapshotError:
+    """Return the error that none of the snapshots can be loaded, with the reason for each."""
+    listed = "".join(f"\n  {snapshot.path.name}: {snapshot.why}" for snapshot in refused)
+    return SnapshotError(
+        f"none of the {len(refused)} snapshots {which} can be loaded:{listed}",
+        hint="start over in another folder; these files were left as they are",
+    )
+
+
+def contents_at(path: Path) -> Any:
+    """Return the contents of the snapshot at ``path``.
+
+    Raises:
+        SnapshotError: the file is not whole, or contains no state.
+    """
+    tree, tensors, _ = container.read(path)
+    try:
+        return put_together(tree, tensors)
+    except Exception as error:  # a file with a correct checksum may still contain anything
+        raise SnapshotError(
+            f"{str(path)!r} contains no state: {type(error).__name__}: {str(error)[:200]}",
+            hint="pass a snapshot that Mezzo wrote",
+        ) from None
+
+
+def snapshots_below(folder: Path) -> list[SavedSnapshot]:
+    """Return the snapshots in ``folder``, and in those of the processes of a run below it; the newest first."""
+    folders = [folder, *sorted(folder.glob("rank-*-of-*"))]
+    return sorted((saved for each in folders for saved in saved_in(each)), key=lambda saved: -saved.number)
+
+
+def listing(folder: Path) -> Iterator[str]:
+    """Yield the lines of a sheet of the snapshots in ``folder``; every byte of the newest is checked."""
+    saved = snapshots_below(folder)
+    yield f"{len(saved)} snapshots in {folder}"
+    for snapshot in saved:
+        calls = f", {snapshot.calls} micro-batches of the next" if snapshot.calls else ""
+        size = snapshot.path.stat().st_size
+        yield f"  {snapshot.path.relative_to(folder)}   {size:,} bytes   after {snapshot.updates} updates{calls}"
+    try:
+        contents = container.read(saved[0].path)
+    except SnapshotError as error:
+        yield f"the newest cannot be read: {error.message}"
+        return
+    yield f"in {saved[0].path.relative_to(folder)}: {_position(contents.tree)}; file version {container.VERSION}, {contents.written_by}"
+    width = max(map(len, map(_shown, contents.tensors)), default=0)
+    for name, tensor in contents.tensors.items():
+        shape = "x".join(map(str, tensor.shape)) or "one number"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield f"  {_shown(name):{width}}   {dtype}   {shape}   {tensor.nbytes:,} bytes"
+
+
+def _position(tree: Any) -> str:
+    position = tree.get("position") if isinstance(tree, dict) else None
+    counts = [position.get(name) for name in ("epoch", "batch")] if isinstance(position, dict) else []
+    if not counts or not all(type(count) is int for count in counts):
+        return "no position in the data"
+    return f"{counts[0]} finished passes over the data and {counts[1]} batches"
+
+
+def _shown(name: str) -> str:
+    """Return a name without characters that a terminal would obey."""
+    return name.encode("unicode_escape").decode()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.errors import SessionError
 
 

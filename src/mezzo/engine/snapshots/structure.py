@@ -5,21 +5,24 @@ any other type, so reading one runs no code, whoever wrote it.
 
 What several names mean is written once: a list, dict, set, array or tensor that occurs again is ``{"$": "same", "value": number}``. Both
 sides count alike: what can change when it begins, so that it may contain itself, and tuples when they are complete.
+
+The same number of processes loads the shards as they are. Any other number assembles the whole tensors from all files and shards them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.processes.shards import is_shared
+from mezzo.engine.gradients import trained_by
+from mezzo.engine.processes.shards import is_shared, local, shared_as
 from mezzo.engine.snapshots.kinds import (
     DICTS,
     FACTORIES,
@@ -27,19 +30,16 @@ from mezzo.engine.snapshots.kinds import (
     OBJECTS,
     VALUE_KINDS,
     VALUES,
-    make_scalar,
-    scalar_parts,
-)
-from mezzo.engine.snapshots.memory import (
     Entry,
     MemorySpans,
     can_be_written,
     dtype_text,
+    make_scalar,
     numpy_dtype,
     read_array,
     read_tensor,
+    scalar_parts,
 )
-from mezzo.engine.snapshots.sharded import Shard, shard_of
 from mezzo.errors import SnapshotError
 
 MARK = "$"
@@ -441,3 +441,79 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"no list of parts: {str(value)[:40]}")
     return value
+
+
+class Shard(NamedTuple):
+    """A part of a tensor."""
+
+    part: Tensor
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    at: tuple[int, ...]
+    """The part's first index in the whole tensor."""
+
+
+def shard_of(tensor: Any) -> Shard:
+    """Return this process's part of a sharded tensor."""
+    return Shard(local(tensor).detach(), tuple(tensor.shape), _begin(tensor))
+
+
+def placed(value: Any, like: Any) -> Any:
+    """Return a saved shard or whole tensor, sharded like ``like``; a value of another shape as it is.
+
+    Raises:
+        SnapshotError: the shard belongs to another division of the tensor among processes.
+    """
+    if isinstance(value, Shard):
+        here = local(like) if isinstance(like, Tensor) and is_shared(like) else None
+        if here is None or value.part.shape != here.shape or value.at != _begin(like):
+            raise SnapshotError(
+                "its shards are divided among processes in another way than this session's",
+                hint="load the folder that contains the files of all processes",
+            )
+        return shared_as(like, value.part.to(here.device))
+    if isinstance(value, Tensor) and isinstance(like, Tensor) and is_shared(like) and not is_shared(value):
+        if value.shape != like.shape:
+            return value
+        own = tuple(slice(n, n + size) for n, size in zip(_begin(like), local(like).shape, strict=True))
+        return shared_as(like, value[own].to(local(like).device).clone())
+    return value
+
+
+def placed_model(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a model's saved state, each tensor sharded like the model's own."""
+    own = model.state_dict()
+    return {name: placed(value, own.get(name)) for name, value in saved.items()}
+
+
+def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's saved state, each tensor sharded like its parameter."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, trained_by([optimizer]), strict=False))
+    state = {
+        number: {name: placed(value, by_number.get(number)) for name, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def whole(parts: Sequence[Any]) -> Any:
+    """Return one state from those of all processes, with whole tensors instead of shards; other values are the first process's."""
+    first = parts[0]
+    if isinstance(first, Shard):
+        full = torch.empty(first.shape, dtype=first.part.dtype)
+        for shard in parts:
+            full[tuple(slice(n, n + size) for n, size in zip(shard.at, shard.part.shape, strict=True))] = shard.part
+        return full
+    if isinstance(first, dict):
+        return type(first)((key, whole([part[key] for part in parts])) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first)(whole(items) for items in zip(*parts, strict=True))
+    return first
+
+
+def _begin(tensor: Any) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(begin)

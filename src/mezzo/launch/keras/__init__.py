@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
-from mezzo.launch.frameworks import Watching
-from mezzo.launch.import_hooks import after_import
+from mezzo.launch.any_script import shift_python, shift_torch
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
-from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.seeds import shift_python, shift_torch
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.support.supported_commands import on_backend, refusal
-from mezzo.launch.support.without_pytorch import WithoutPyTorch
+from mezzo.launch.patches import Patches, after_import
+from mezzo.launch.request import ModelChanges
+from mezzo.launch.support import WithoutPyTorch, on_backend, refusal
+from mezzo.launch.training import StepLimit, Watching
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
@@ -91,7 +88,7 @@ def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
 
         run.audit = GraphAudit(run, settings)
     elif backend == "tensorflow" and isinstance(settings, DiagnoseSettings):
-        from mezzo.launch.keras.nonfinite.observed_steps import ObservedTensorFlow
+        from mezzo.launch.keras.nonfinite_values import ObservedTensorFlow
 
         run.observed = ObservedTensorFlow(run, settings)
     else:
@@ -132,7 +129,7 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 
 
 class KerasTraining(WithoutPyTorch):
-    """A Keras script's training (``launch.frameworks.Training``)."""
+    """A Keras script's training (``launch.training.Training``)."""
 
     stage = "Keras"
 
@@ -226,8 +223,6 @@ def _num_bytes(variables: Iterable[Any]) -> int:
     return sum(num_bytes(v.shape, v.dtype) for v in variables)
 
 
-# --- Shift the seeds that a Keras script sets, in addition to those of ``launch.seeds`` -----------------------------------------
-
 # ``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend by functions each of which is shifted. This
 # module adds ``tf.random.set_seed``, and the integers that a script passes as ``seed`` to a layer, an initializer or a
 # function of ``keras.random``. If a script passes no seed, Keras draws one from Python's generator, which is shifted.
@@ -261,8 +256,6 @@ def _shifted_generator(
 ) -> None:
     original(self, seed + by if isinstance(seed, int) else seed, *args, **kwargs)
 
-
-# --- Refuse the strategies of TensorFlow that train in several processes: each command would record its own process, into one folder ---
 
 _IN_PROCESSES = ("MultiWorkerMirroredStrategy", "ParameterServerStrategy")
 

@@ -24,10 +24,8 @@ from mezzo.launch.keras import graphs
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
-from mezzo.observe.limits import WIDE
 from mezzo.observe.module_names import SCRIPT
-from mezzo.observe.settings import AuditSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import WIDE, AuditSettings, StopScript
 from mezzo.records import AuditRecord, CastTotal, Cause, Phase, Reason, RunRecord, WideProduct
 
 _NUMBERED = re.compile(r"_\d+$")
@@ -48,7 +46,7 @@ class _Audited(merged.AuditRow):
 
 
 class GraphAudit:
-    """The audit of one traced step (``launch.frameworks.Watching``)."""
+    """The audit of one traced step (``launch.training.Watching``)."""
 
     compiles = False
 

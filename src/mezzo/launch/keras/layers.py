@@ -25,7 +25,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.one_module import for_single_modules, same_random_numbers
-from mezzo.observe.ranges.off_regions import OffRegions
+from mezzo.observe.ranges.listed_formats import OffRegions
 from mezzo.policy import Policy
 
 _MIXED = "mixed_"  # prefix of the names of Keras' own mixed dtype policies
@@ -151,9 +151,6 @@ def _names(layer: Any) -> list[str]:
     return [".".join(parts[k:]) for k in reversed(range(len(parts)))]
 
 
-# --- Paths of the layers of Keras models on PyTorch, for observers: the layers' names in Keras, below the outermost model -------
-
-
 class LayerTree(ModuleTree):
     """The layers inside a model; a PyTorch module that a layer wraps is inside that layer."""
 
@@ -205,9 +202,6 @@ def _is_layer(module: Any) -> bool:
     return hasattr(module, "_flatten_layers")
 
 
-# --- Which values of a Keras model in FP32 a policy would lower: the outputs of all layers whose dtype the script leaves open ---
-
-
 class JudgedLayers:
     """The formats that values would have, if each layer computes in that of its dtype policy (``listed_formats.JudgedFormats``)."""
 
@@ -240,9 +234,6 @@ class JudgedLayers:
             wide = [m for root in self._roots for _, m in self._tree.modules(root) if m in self._own_dtypes]
             self._wide = {id(p) for module in wide for _, p in self._tree.parameters(module)}
         return id(parameter) in self._wide
-
-
-# --- Run one Keras layer on its own under the dtype policy of a policy, without changing the layer ------------------------------
 
 
 class OneLayer:

@@ -28,11 +28,11 @@ from mezzo.engine.matrix_units.emulation_nodes import matmul as emulated_matmul
 from mezzo.engine.scaling import NoScale, Scale
 from mezzo.formats import FP16
 from mezzo.launch.keras.layers import JudgedLayers, LayerTree, OneLayer
-from mezzo.launch.keras.scales import LayerScale
 from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.updates import LayerScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import observer_for
-from mezzo.launch.torch.script_amp.trial_changes import make_changes
+from mezzo.launch.torch.trial_changes import make_changes
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule
@@ -287,8 +287,6 @@ def _with_masks(output: Any, changed: Any) -> Any:
             setattr(new, _MASK, mask)
     return changed
 
-
-# --- Let observers record Keras' FP16 products on PyTorch on a CPU as products in FP16 ------------------------------------------
 
 # There Keras casts FP16 operands to FP32, multiplies, and casts back; the result is that of a 16-bit unit.
 # ``mezzo.engine.matrix_units.emulation`` computes the same numbers, forward and backward, and names the format and the operation

@@ -366,8 +366,6 @@ def _divided(gradient: Any, scale: Any) -> Any:
     return times(gradient, tf.cast(1.0 / scale, gradient.dtype))
 
 
-# --- Variables into which a TensorFlow graph writes its steps, one row per step; Python reads them when the graph returns -------
-
 _CAPACITY = 65_536
 """Most steps that one call of a traced function may make before rows are overwritten."""
 _NUM_COLUMNS = 6  # loss, norm, scale, skipped, batch size, optimizer

@@ -18,11 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import FP16, FP32
-from mezzo.launch.keras.scales import PolicyScale
 from mezzo.launch.keras.state import Backend, KerasRun, reaches
+from mezzo.launch.keras.updates import PolicyScale
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable
-from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
+from mezzo.launch.torch.own_amp import keep_fp32_products
+from mezzo.launch.torch.passed import given_gradients, listed, reusable
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from mezzo.errors import ScaleFloorError, ScriptError
 from mezzo.formats import FORMAT_NAMES, FP32, TF32
 from mezzo.launch.patches import Patches
-from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.training import StepLimit
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
@@ -157,7 +157,7 @@ class KerasRun:
         self.gradients_bytes: int | None = None
         self.observed: Any = None
         """The run for observers (``launch.keras.observed.ObservedKeras``), or on TensorFlow for a diagnosis
-        (``launch.keras.nonfinite.observed_steps.ObservedTensorFlow``); None if only its steps are recorded."""
+        (``launch.keras.nonfinite_values.ObservedTensorFlow``); None if only its steps are recorded."""
         self.on_close: Callable[..., None] | None = None
         """Called with the loss, the norm and whether it was skipped after each step; None if nothing follows steps."""
         self.audit: Any = None

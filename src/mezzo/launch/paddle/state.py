@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +18,11 @@ import paddle
 from mezzo.devices import Device, cpu_name
 from mezzo.errors import NonFiniteLossError, PolicyError, ScaleFloorError, nearest
 from mezzo.formats import FP32
-from mezzo.frameworks import paddle_ops
+from mezzo.frameworks import paddle as paddle_policy
 from mezzo.frameworks.paddle import NO_EFFECT, arithmetic_on, check
-from mezzo.launch.paddle.layer_names import LayerNames, bare_name
-from mezzo.launch.paddle.rounding import rounder
-from mezzo.launch.paddle.surveys import is_fp32
+from mezzo.launch.paddle.surveys import is_fp32, rounder
 from mezzo.measure.plain_steps import PlainSteps
+from mezzo.observe.module_names import Names
 from mezzo.policy import Policy
 from mezzo.records import Reason
 
@@ -105,7 +105,7 @@ class PaddleRun:
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
-        self.applied = None if policy is None else paddle_ops.for_scripts(policy)
+        self.applied = None if policy is None else paddle_policy.for_scripts(policy)
         """The policy with casts by operation: the script's parameters stay FP32, and are the masters if the policy has any."""
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()
@@ -418,8 +418,6 @@ def _joint_norm(norms: list[Any]) -> Any:
     return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()
 
 
-# --- A loss scale on the host: the same values as in ``mezzo.engine.scaling``, without torch ------------------------------------
-
 # Paddle's own GradScaler is not used, on any device: it does not work on a CPU or for BF16, has no ceiling, restarts its count
 # of overflows after each backoff, and prints a line at each. Using the same logic everywhere also makes runs in two
 # frameworks comparable. Cost: one flag per step is read from the device, as by any scaler that skips steps.
@@ -469,3 +467,37 @@ class HostScale:
 
 def _fp32(value: float) -> float:
     return float(np.float32(value))
+
+
+_WRAPPERS = re.compile(r"^(_layers\.)+")
+
+
+def bare_name(name: str) -> str:
+    """Return a sublayer's name without the prefixes that ``paddle.DataParallel`` adds."""
+    return _WRAPPERS.sub("", f"{name}.").rstrip(".")
+
+
+class SublayerTree:
+    """The layers inside a model (``mezzo.observe.module_names.NamedTree``)."""
+
+    def title(self, root: Any) -> str:
+        """Return the name of a model."""
+        return type(root).__name__
+
+    def modules(self, root: Any) -> Iterator[tuple[str, Any]]:
+        """Yield every layer with its path, which is empty for ``root`` and for wrappers around it."""
+        for path, layer in root.named_sublayers(include_self=True):
+            yield bare_name(path), layer
+
+    def parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters of a layer itself with their names."""
+        yield from module.named_parameters(include_sublayers=False)
+
+
+class LayerNames(Names):
+    """The path of every layer, and of every parameter."""
+
+    no_path = "a weight outside any layer"
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        super().__init__(roots, SublayerTree())

@@ -19,20 +19,18 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from mezzo.errors import ScriptError
 from mezzo.formats import FP32
 from mezzo.frameworks.paddle import explain_run, to_paddle
-from mezzo.launch.paddle.counted_step import CountedStep
-from mezzo.launch.paddle.gradients.backward import BackwardPasses
-from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
-from mezzo.launch.paddle.operations import Operations
+from mezzo.launch.any_script import Shift, shift_python
+from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.operations import CountedStep, Operations
 from mezzo.launch.paddle.state import PaddleRun, mapped, this_device
 from mezzo.launch.paddle.surveys import is_half
+from mezzo.launch.paddle.tape import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
-from mezzo.launch.seeds import Shift, shift_python
-from mezzo.launch.support.without_pytorch import WithoutPyTorch
+from mezzo.launch.support import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
@@ -85,7 +83,7 @@ def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepOb
 
 
 class PaddleTraining(WithoutPyTorch):
-    """A Paddle script's training (``launch.frameworks.Training``)."""
+    """A Paddle script's training (``launch.training.Training``)."""
 
     stage = "Paddle"
 
@@ -168,29 +166,23 @@ def _set_tf32(patches: Patches, *, on: bool) -> None:
             switch(on)
 
 
-# --- Choose the observer of a Paddle run by the kind of its settings ------------------------------------------------------------
-
-
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
     """Return the observer for ``settings``; only its module is imported."""
     if isinstance(settings, DiagnoseSettings):
-        from mezzo.launch.paddle.nonfinite.observer import NonFinite
+        from mezzo.launch.paddle.nonfinite_values import NonFinite
 
         return NonFinite(settings, run)
     if isinstance(settings, RangesSettings):
-        from mezzo.launch.paddle.ranges.observer import Ranges
+        from mezzo.launch.paddle.ranges import Ranges
 
         return Ranges(settings, run)
     if isinstance(settings, FallbackSettings):
-        from mezzo.launch.paddle.fallback.observer import Fallback
+        from mezzo.launch.paddle.fallback import Fallback
 
         return Fallback(settings, run)
-    from mezzo.launch.paddle.audit.observer import Audit
+    from mezzo.launch.paddle.audit import Audit
 
     return Audit(settings, run)
-
-
-# --- Shift every seed that a Paddle script sets, for ``paddle.seed``, Python and NumPy; the counterpart for torch is ``launch.seeds`` ---
 
 
 def shift_seeds(seed: int, patches: Patches) -> None:
@@ -201,8 +193,6 @@ def shift_seeds(seed: int, patches: Patches) -> None:
     for owner in (paddle, paddle.framework, paddle.framework.random):
         patches.around(owner, "seed", shift.call)
 
-
-# --- Refuse models that Paddle splits over processes where each would decide by its own part whether to skip an update ----------
 
 # With ``paddle.DataParallel`` an overflow in one process reaches the gradients of all. A process of a split model sees only the
 # gradients of its part, so another could make the update that it skips.
@@ -247,8 +237,6 @@ def _fleet(name: str) -> Callable[..., Any]:
 
     return check
 
-
-# --- Replace a script's own mixed precision: ``paddle.amp.auto_cast``, ``decorate`` and ``GradScaler`` --------------------------
 
 # Under a policy the scaler is off and ``decorate`` returns its arguments, because the policy does their work. An
 # ``auto_cast`` is a region of the policy (under ``fp32`` it does nothing); an ``auto_cast(enable=False)`` inside a layer keeps
@@ -333,8 +321,6 @@ def _record_update(run: PaddleRun, original: Callable[..., Any], self: Any, *arg
         run.script_scaler, run.script_scale = None, float(self._scale.item())
     return result
 
-
-# --- Run a Paddle script's forward passes under a policy, transparently to the script -------------------------------------------
 
 # A layer called from outside any layer begins a region, and its return ends it: optimizer arithmetic, data preparation and
 # metrics stay unchanged, and the outputs of a region are FP32. On a GPU a region is ``paddle.amp.auto_cast`` with the

@@ -18,11 +18,10 @@ from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
-from mezzo.launch.model_names import name_in_scope
+from mezzo.launch.any_script import ScriptSchedules, name_in_scope, with_subclasses
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import ScriptSchedules, with_subclasses
 
 
 class Updates:
@@ -123,9 +122,6 @@ def _norm(optimizer: Any) -> Any | None:
     wide = [g.astype(FP32.dtype_name) if is_half(g) else g for g in gradients]
     squares = [paddle._C_ops.squared_l2_norm(g) for g in wide]
     return paddle.add_n(squares).sqrt().astype(FP32.dtype_name).reshape([]) if squares else None
-
-
-# --- Undo the step of an optimizer that evaluates the loss itself, as LBFGS does, if the gradients of any evaluation overflowed ---
 
 
 def takes_closure(optimizer: Any) -> bool:

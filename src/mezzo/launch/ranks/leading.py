@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mezzo.errors import RecordError
-from mezzo.launch.process.command_signals import GRACE_S, stoppable
-from mezzo.launch.ranks.blame import ProcessEnd, blamed
-from mezzo.launch.ranks.launched import PADDLE_STORE
+from mezzo.launch.ranks.blame import ProcessEnd, blamed, take_position
+from mezzo.launch.ranks.launched import PADDLE_STORE, REASON
 from mezzo.launch.ranks.meeting import Meeting
-from mezzo.launch.ranks.merged import error_of, exit_code_of, merged, run_of
-from mezzo.launch.ranks.positions import take_position
-from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
-from mezzo.launch.ranks.torchrun_error import REASON
+from mezzo.launch.ranks.merged import counts_path, error_of, exit_code_of, for_rank, merged, record_path, run_of
 from mezzo.launch.request import Request
+from mezzo.launch.signals import GRACE_S, stoppable
 from mezzo.observe.ranges.table import ObservedValues, ranges_record, read_values, values_of_all
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
@@ -254,8 +251,6 @@ def new_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
         fresh[PADDLE_STORE] = f"{variables[PADDLE_STORE].rpartition(':')[0]}:{free_port()}"
     return fresh
 
-
-# --- A free port for a store that another process opens some seconds later ------------------------------------------------------
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _USUAL = 10_240, 32_768

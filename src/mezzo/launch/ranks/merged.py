@@ -1,4 +1,4 @@
-"""Merge the records of all processes of a run into one. Pure functions of these records; imports no torch.
+"""A run of several processes as one: a request for each, and one record of all. Pure functions; imports no torch.
 
 The merged record is rank 0's, with the mean of all ranks' losses: each rank has the loss of its own part of the data. What else the
 ranks measured is in ``ranks``, and what should be the same in all of them, but is not, in ``between_ranks``.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from mezzo.launch.ranks.blame import ProcessEnd
+from mezzo.launch.request import Request
 from mezzo.records import AnyRecord, AuditRecord, Finding, RankRun, Reason, RunRecord, Steps
+from mezzo.records.files import file_of_rank
 
 
 def merged(
@@ -141,8 +143,6 @@ def _median(numbers: Sequence[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-# --- Where the processes of a run differ, although they should not. Pure functions ----------------------------------------------
-
 _SLOWER, _LARGER = 1.5, 1.25
 """Least ratio between the ranks' CPU times per step, and between their memory, that is worth a line."""
 _FEW_STEPS = 10
@@ -215,3 +215,45 @@ def _by_value(values: dict[int, str]) -> str:
     return "; ".join(
         f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items()
     )
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Return where a process writes its record of a run, in the process's folder of the meeting."""
+    return folder / f"run-{number}.json"
+
+
+def counts_path(folder: Path, number: int) -> Path:
+    """Return where a process writes the values that it counted."""
+    return folder / f"run-{number}.counts.json"
+
+
+def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: int) -> Request:
+    """Return the request of one rank, whose observer writes next to the files of rank 0, or into the rank's folder of the meeting.
+
+    Args:
+        request: that of rank 0.
+        rank: the rank.
+        folder: the rank's folder of the meeting.
+        number: the number of the run.
+        ranks: the number of processes of the job.
+    """
+    observe = request.observe
+    if observe is not None and observe.kind == "ranges":
+        observe = observe.model_copy(update={"counts_path": str(counts_path(folder, number))})
+    if rank and observe is not None and observe.kind == "diagnose" and observe.evidence_path:
+        observe = observe.model_copy(update={"evidence_path": str(file_of_rank(Path(observe.evidence_path), rank))})
+    if rank and observe is not None and observe.kind == "fallback":
+        observe = observe.model_copy(update={"folder": str(folder_of_rank(Path(observe.folder), rank))})
+        Path(observe.folder).mkdir(exist_ok=True)
+    snapshots = request.snapshots
+    if snapshots is not None:
+        meeting = folder.parent / f"run-{number}-snapshots"
+        meeting.mkdir(exist_ok=True)
+        snapshots = snapshots.for_rank(rank, ranks=ranks, meeting=str(meeting))
+    guard = None if request.guard is None else request.guard.model_copy(update={"together": ranks > 1})
+    return request.model_copy(update={"rank": rank, "observe": observe, "snapshots": snapshots, "guard": guard})
+
+
+def folder_of_rank(folder: Path, rank: int) -> Path:
+    """Return a rank's own folder, inside that of rank 0."""
+    return folder / f"rank{rank}"

@@ -22,8 +22,8 @@ from typing import Protocol
 
 from mezzo.errors import UsageError
 from mezzo.launch import runner
-from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
+from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.measure.environment import usable_cores
 from mezzo.records import AnyRecord, Placement
 

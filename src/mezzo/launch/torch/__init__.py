@@ -15,26 +15,24 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.profiler import profile
 
+from mezzo.launch.any_script import shift_seeds
 from mezzo.launch.patches import Patches
-from mezzo.launch.seeds import shift_seeds
-from mezzo.launch.torch.counting.counted_step import CountedStep
+from mezzo.launch.torch.backward import BackwardPasses
+from mezzo.launch.torch.communication import Communication
+from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.forward import ForwardRegions
-from mezzo.launch.torch.gradients.backward import BackwardPasses
-from mezzo.launch.torch.models.communication import Communication
-from mezzo.launch.torch.script_amp.lint_hooks import report_to_lint
-from mezzo.launch.torch.script_amp.own_amp import replace_amp
-from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
-from mezzo.launch.torch.script_amp.trial_changes import make_changes
+from mezzo.launch.torch.lint_hooks import report_to_lint
+from mezzo.launch.torch.optimizer_steps import Updates
+from mezzo.launch.torch.own_amp import keep_fp32_products, replace_amp
 from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.torch_training import TorchTraining
-from mezzo.launch.torch.updates.optimizer_steps import Updates
+from mezzo.launch.torch.trial_changes import make_changes
 from mezzo.launch.torch.watching import watched
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, script_line
-from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 
 
@@ -167,8 +165,6 @@ def _note_script_profiles(observer: Callable[[], Observer], patches: Patches) ->
     patches.around(profile, "_prepare_trace", prepare)
     patches.around(profile, "__exit__", leave)
 
-
-# --- Show warnings at the script's line: torch warns about its caller, which under Mezzo's hooks is a line of Mezzo -------------
 
 # Limit: a script that replaces ``warnings.showwarning``, or records warnings, sees Mezzo's line.
 

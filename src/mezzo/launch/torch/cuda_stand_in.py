@@ -353,8 +353,6 @@ _OF_THE_MACHINE: dict[str, Any] = {
 """Answers about the device that stands in."""
 
 
-# --- ``nn.SyncBatchNorm`` on a CPU: torch has it only for GPUs ------------------------------------------------------------------
-
 # The statistics are those of the batches of all processes, summed over gloo; the backward pass sums their gradients in the same way.
 
 

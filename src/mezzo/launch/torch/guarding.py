@@ -11,15 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
+from mezzo.engine.alarms import Alarms, UpdateNumbers
 from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
-from mezzo.launch.request_parts import GuardRequest
+from mezzo.launch.request import GuardRequest
+from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.launch.torch.steady_state import Steady
-from mezzo.launch.torch.updates.open_update import OpenUpdate
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
 _STEADY_EVERY = _SEND_EVERY = STEPS_BETWEEN_NORMS

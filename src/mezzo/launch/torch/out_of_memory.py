@@ -133,8 +133,6 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-# --- Settings that save memory, from what filled it when a script ran out of it: each with the bytes that it saves, the largest first ---
-
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, OTHER = "saved activations", "other"
 _EIGHT_BIT = 0.75

@@ -12,9 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo import oplists
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.guardrails.remedies import policy_note
 from mezzo.engine.matrix_units import fp8_torchao
 from mezzo.engine.scaling import NoScale, Scale, scale_for
+from mezzo.engine.session_guard import policy_note
 from mezzo.errors import PolicyError, UnsupportedFormatError
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.policy import Policy

@@ -86,8 +86,6 @@ def _assign(buffer: Any, storage: Any, value: Any) -> None:
     buffer.data.copy_(value)
 
 
-# --- Find objects on the heap that were created before the launcher's hooks were set, for a function's training -----------------
-
 # A notebook's heap has a million objects; since each type is checked only once, a walk takes 0.1 s.
 # ``isinstance`` would query the objects themselves, which triggers the proxies of other libraries. Objects hidden from the
 # collector by ``gc.freeze`` are not found.

@@ -14,21 +14,18 @@ from torch import Tensor, nn
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import not_finite, total_norm
 from mezzo.errors import ScaleFloorError
-from mezzo.launch.request_parts import GuardRequest
-from mezzo.launch.schedules import ScriptSchedules
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.torch.counting.script_graphs import ScriptGraphs
-from mezzo.launch.torch.gradients.update_losses import UpdateLosses
-from mezzo.launch.torch.listeners import Listeners
-from mezzo.launch.torch.notes import RunNotes
-from mezzo.launch.torch.phase import Phase
+from mezzo.launch.any_script import ScriptSchedules
+from mezzo.launch.request import GuardRequest
+from mezzo.launch.torch.notes import Listeners, RunNotes
+from mezzo.launch.torch.open_update import OpenUpdate
+from mezzo.launch.torch.other_updates import LeftOutUpdates, UpdatesByHand
+from mezzo.launch.torch.phase import Phase, Root
 from mezzo.launch.torch.precision import ScriptPrecision
+from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
-from mezzo.launch.torch.thread_state import Root
-from mezzo.launch.torch.updates.by_hand import UpdatesByHand
-from mezzo.launch.torch.updates.left_out import LeftOutUpdates
-from mezzo.launch.torch.updates.open_update import OpenUpdate
+from mezzo.launch.torch.update_losses import UpdateLosses
+from mezzo.launch.training import StepLimit
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.observer import Update

@@ -1,4 +1,4 @@
-"""What the process that runs a PyTorch script asks of its training: ``launch.frameworks.Training``."""
+"""What the process that runs a PyTorch script asks of its training: ``launch.training.Training``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
 from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
-from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.torch.counting.counted_step import CountedStep
-from mezzo.launch.torch.counting.weights_digest import WeightsDigest
-from mezzo.launch.torch.models.communication import refuse_join
-from mezzo.launch.torch.script_amp.own_amp import note_autocast_without_device
+from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
+from mezzo.launch.torch.communication import refuse_join
+from mezzo.launch.torch.counted_step import CountedStep
+from mezzo.launch.torch.digests import WeightsDigest
+from mezzo.launch.torch.own_amp import note_autocast_without_device
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.watching import Watch
+from mezzo.launch.training import StepLimit
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer
@@ -35,11 +35,11 @@ from mezzo.records import (
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
-    from mezzo.launch.torch.tracing.traced import StateTrace
+    from mezzo.launch.torch.traced import StateTrace
 
 
 class TorchTraining:
-    """A PyTorch script's training (``launch.frameworks.Training``)."""
+    """A PyTorch script's training (``launch.training.Training``)."""
 
     def __init__(
         self, run: TorchRun, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None
@@ -114,7 +114,7 @@ class TorchTraining:
     def begin_trace(self, request: TraceRequest | None) -> None:
         """Trace the state of the training from now on, as requested."""
         if request is not None:
-            from mezzo.launch.torch.tracing.traced import StateTrace
+            from mezzo.launch.torch.traced import StateTrace
 
             self._trace = StateTrace(self._run, request)
             self._trace.install()

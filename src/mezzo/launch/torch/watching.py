@@ -14,7 +14,7 @@ import torch.utils.data.dataloader as loaders
 
 from mezzo.gpus import find_gpu
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.counting.counted_step import CountedStep
+from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.environment import usable_cores
 from mezzo.measure.watch.host import GpuCounters, HostSamples, Waits, open_counters
@@ -171,8 +171,6 @@ def watched(run: TorchRun, counted: CountedStep) -> Iterator[Watch]:
         thread.join()
         patches.undo()
 
-
-# --- Time how long a PyTorch script waits for its data loaders, and for other processes in torch.distributed --------------------
 
 COLLECTIVES = (
     "all_gather",

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP32
-from mezzo.observe.audit.causes import lowers
-from mezzo.observe.audit.eligibility import copied_bytes
+from mezzo.observe.audit.causes import copied_bytes, lowers
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
-from mezzo.observe.limits import MOST_LISTED, NARROW, WIDE
+from mezzo.observe.settings import MOST_LISTED, NARROW, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01
@@ -117,9 +116,6 @@ def _gain(part: Part, share: float) -> str:
     return f"{part.bytes / 1e6:.3g} MB per audited step that need not move: {share:.1%} of all bytes"
 
 
-# --- products in FP32 or wider -----------------------------------------------------------------------------------------------
-
-
 def _wide(cause: Cause, *, lowers: bool | None = None, always: bool = False) -> Callable[[AuditedSteps], Part | None]:
     def find(audited: AuditedSteps) -> Part | None:
         found = [p for p in audited.wide if p.cause == cause]
@@ -139,9 +135,6 @@ def _tf32_off(audited: AuditedSteps) -> Part | None:
         return None
     gain = "what stays in FP32 would run on Tensor Cores: up to 8 times as fast (NVIDIA A100: 156 against 19.5 TFLOPS)"
     return Part([o.module for o in found], "FP32 products ran without TF32", sum(o.flops for o in found), gain=gain)
-
-
-# --- Tensor Cores ------------------------------------------------------------------------------------------------------------
 
 
 def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
@@ -178,9 +171,6 @@ def _off_tensor_cores(audited: AuditedSteps) -> Part | None:
         "up to 16 times the multiplication rate of a kernel without Tensor Cores (NVIDIA A100: 312 against 19.5 TFLOPS)"
     )
     return Part([p.module for p in found], detail, sum(p.flops for p in found), gain=gain)
-
-
-# --- casts -------------------------------------------------------------------------------------------------------------------
 
 
 def _needless_trips(audited: AuditedSteps) -> Part | None:
@@ -264,9 +254,6 @@ def _lies_in(module: str, outer: str) -> bool:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:.3g} MB"
-
-
-# --- accuracy ----------------------------------------------------------------------------------------------------------------
 
 
 def _no_masters(audited: AuditedSteps) -> Part | None:

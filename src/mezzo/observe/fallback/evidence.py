@@ -9,8 +9,7 @@ from typing import Any
 
 from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
-from mezzo.observe.limits import FITTING
-from mezzo.observe.settings import FallbackSettings
+from mezzo.observe.settings import FITTING, FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import ModuleError, RunRecord, Value
 

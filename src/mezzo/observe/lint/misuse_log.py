@@ -1,17 +1,17 @@
-"""Collect misuse while a script runs: its first occurrence, its lines, and its count."""
+"""The misuses of mixed precision that are checked: a row for each, with where a running script made it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from mezzo.observe.limits import MOST_LISTED
-from mezzo.observe.lint.rules import BY_CODE
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree, ObservedRun
+from mezzo.observe.settings import MOST_LISTED
 from mezzo.observe.source_lines import running_line
-from mezzo.records import Finding
+from mezzo.records import Finding, Severity
 
 ENOUGH = 2
 """Updates that must show the same misuse before it is reported."""
@@ -89,3 +89,212 @@ def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: It
     named += [names.of_parameter(p) for p in listed if p not in covered]
     named += [names.of(module) for module in modules]
     return list(dict.fromkeys(named))[:MOST_LISTED]
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """One code: its title, its severity, what it does to training, and its fix."""
+
+    code: str
+    title: str
+    severity: Severity
+    harm: str
+    fix: str
+
+
+MISUSES: tuple[Misuse, ...] = (
+    Misuse(
+        "A601",
+        "gradients are clipped while they are scaled",
+        "error",
+        "the limit applies to gradients times the loss scale, so every update is cut to almost nothing and changes its "
+        "size with the scale",
+        "call scaler.unscale_(optimizer) after backward() and before clipping",
+    ),
+    Misuse(
+        "A602",
+        "the norm of scaled gradients is read",
+        "info",
+        "the number is the gradient norm times the loss scale",
+        "call scaler.unscale_(optimizer) first, or divide the norm by scaler.get_scale()",
+    ),
+    Misuse(
+        "A603",
+        "an optimizer steps on scaled gradients",
+        "error",
+        "the update is as many times too large as the loss scale is, and an overflow reaches the weights",
+        "call scaler.step(optimizer) in place of optimizer.step()",
+    ),
+    Misuse(
+        "A604",
+        "GradScaler.step on gradients that were not scaled",
+        "error",
+        "gradients that nothing multiplied are divided by the loss scale: the update is lost",
+        "call scaler.scale(loss).backward() for every loss of this optimizer",
+    ),
+    Misuse(
+        "A605",
+        "GradScaler calls out of order",
+        "error",
+        "torch raises an error, or gradients are divided by the scale twice or not at all, or used twice",
+        "keep the order: scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), and update() once at the end",
+    ),
+    Misuse(
+        "A606",
+        "GradScaler.update between scale() and step()",
+        "warning",
+        "the gradients are divided by a scale other than the one that multiplied them",
+        "call update() once, after the steps of all optimizers whose losses were scaled",
+    ),
+    Misuse(
+        "A607",
+        "the loss is divided twice for accumulation",
+        "warning",
+        "each update uses one k-th of the mean gradient of its k micro-batches",
+        "divide in one place: leave the division to the library, or tell the library not to accumulate",
+    ),
+    Misuse(
+        "A608",
+        "the loss is not divided under accumulation",
+        "info",
+        "if these are micro-batches of one batch, the gradients are k times those of the batch",
+        "divide the loss by k before backward(), or the learning rate by k if the optimizer is not invariant to scale",
+    ),
+    Misuse(
+        "A609",
+        "FP16 gradients without a loss scale",
+        "error",
+        "gradients below 6e-8 become zero in FP16, and those below 6e-5 lose bits",
+        "use torch.amp.GradScaler around backward() and step(), or BF16, which needs no scale",
+    ),
+    Misuse(
+        "A610",
+        "the schedule moves on at skipped updates",
+        "warning",
+        "the learning rate runs ahead of the updates; a warm-up may be over before the first one",
+        "step the scheduler only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
+        "if scaler.get_scale() >= scale: scheduler.step()",
+    ),
+    Misuse(
+        "A611",
+        "the schedule steps before the optimizer",
+        "warning",
+        "the first learning rate of the schedule is never used",
+        "call scheduler.step() after optimizer.step() or scaler.step(optimizer)",
+    ),
+    Misuse(
+        "A612",
+        "an average of weights is kept in 16 bits",
+        "warning",
+        "a step of the average below half a unit in the last place (2^-9 of the value in BF16, 2^-12 in FP16) is lost: "
+        "the average does not move",
+        "keep the averaged copy in FP32: copy.deepcopy(model).float()",
+    ),
+    Misuse(
+        "A613",
+        "running statistics are kept in 16 bits",
+        "warning",
+        "changes of mean and variance below half a unit in the last place are lost, and evaluation uses stale statistics",
+        "keep these modules in FP32: module.float() after model.half() or model.bfloat16(), or autocast over FP32 weights",
+    ),
+    Misuse(
+        "A614",
+        "gradients are cleared between backward() and step()",
+        "error",
+        "the optimizer steps without gradients: nothing is learned",
+        "call zero_grad() after step(), or before backward()",
+    ),
+    Misuse(
+        "A615",
+        "GradScaler with BF16 autocast",
+        "info",
+        "BF16 has the range of FP32: the scale has nothing to save, costs a pass over the gradients and a wait for the device",
+        "leave the scaler out, or pass enabled=(dtype == torch.float16)",
+    ),
+    Misuse(
+        "A616",
+        "GradScaler over FP16 weights",
+        "error",
+        "unscaling FP16 gradients would lose what the scale had saved; torch refuses it",
+        "keep the weights in FP32 under autocast, or use FP32 master weights (mezzo.Session with policy fp16-master)",
+    ),
+    Misuse(
+        "A617",
+        "checkpoints without the GradScaler",
+        "warning",
+        "a resumed run begins at the initial scale: it skips updates until the scale has fallen to where it was, or loses small "
+        "gradients until it has grown back",
+        "save scaler.state_dict() beside the optimizer's, and call scaler.load_state_dict() when resuming",
+    ),
+    Misuse(
+        "A618",
+        "parameters of two optimizers are unscaled twice",
+        "error",
+        "the gradients that both optimizers train on are divided by the loss scale twice: the second update is lost",
+        "give each parameter to one optimizer, or step, clear and compute the gradients of one optimizer after the other's",
+    ),
+    Misuse(
+        "A619",
+        "an average of weights moves at skipped updates",
+        "info",
+        "the weights did not change, but the average forgets older ones and its decay's warm-up goes on; an equal average (SWA) counts "
+        "the same weights twice",
+        "move the average only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
+        "if scaler.get_scale() >= scale: ema.update_parameters(model)",
+    ),
+    Misuse(
+        "A620",
+        "a bound or a small term that 16 bits round away",
+        "warning",
+        "what it should prevent happens: a division by zero, the logarithm of zero, an infinite slope",
+        "call .float() before this operation, or choose a number that the format holds: above 6e-8 in FP16; below 1, at most 1 - 2**-11 in "
+        "FP16 and 1 - 2**-8 in BF16",
+    ),
+    Misuse(
+        "A621",
+        "integers that 16 bits cannot hold",
+        "warning",
+        "different labels, indices, time steps or positions become equal: integers are exact up to 2048 in FP16 and 256 in BF16",
+        "keep them as integers, or cast them with .float()",
+    ),
+    Misuse(
+        "A622",
+        "second moments are kept in 16 bits",
+        "warning",
+        "step sizes are wrong: a moment that never falls makes every later step smaller than it should be, and one of 0 divides by eps",
+        "keep FP32 weights under autocast, or 16-bit weights with FP32 masters and moments (mezzo.AdamW, mezzo.Session with policy "
+        "bf16-master)",
+    ),
+    Misuse(
+        "A623",
+        "sines and cosines of 16-bit angles",
+        "warning",
+        "neighbouring positions or time steps get equal or random phases: half a turn is 3.14 radians",
+        "compute positions, frequencies and angles in FP32: with torch.autocast off around a matrix product, or as an elementwise product "
+        "of .float() operands",
+    ),
+    Misuse(
+        "A624",
+        "a short accumulation window is divided by the whole number",
+        "info",
+        "the gradients of this update, usually the last of an epoch, are too small by the share of micro-batches that are missing",
+        "divide by the number of micro-batches in the window, or leave out the rest: drop_last=True and a number of batches that is a "
+        "multiple of the window",
+    ),
+    Misuse(
+        "A625",
+        "a running sum in 16 bits",
+        "warning",
+        "it stands still: a number below half a unit in the last place of the sum is lost, so totals and averages are too small",
+        "add in FP32: total += loss.detach().float() with a total in FP32, or x.float().cumsum(dim)",
+    ),
+    Misuse(
+        "A626",
+        "checkpointed weights get no gradients",
+        "error",
+        "these weights never change; where the loss depends on nothing else, backward() raises an error",
+        "checkpoint(block, x, use_reentrant=False); in transformers gradient_checkpointing_kwargs={'use_reentrant': False}",
+    ),
+)
+
+BY_CODE = {misuse.code: misuse for misuse in MISUSES}

@@ -23,15 +23,13 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
-from mezzo.observe.lint.accumulation import Accumulation
-from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
+from mezzo.observe.lint.gradients import Accumulation, BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import Operations
-from mezzo.observe.lint.optimizers import LearningRates, OptimizerStates
+from mezzo.observe.lint.optimizers import Averages, LearningRates, OptimizerStates, Statistics, check_average
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Checkpoints, Scalers
-from mezzo.observe.lint.weights import Averages, Statistics, check_average
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.gradients import Gradients, GradientState
 from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.observe.lint.optimizers import Averages
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
-from mezzo.observe.lint.weights import Averages
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
 

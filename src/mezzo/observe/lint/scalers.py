@@ -258,11 +258,8 @@ class Scalers:
         self._log.add("A605", detail, parameters=trained_leaves(optimizer))
 
 
-# --- Check that checkpoints which a training can resume from contain the GradScaler's state -------------------------------------
-
 # Only what a script saves is read: dictionaries with the keys of ``Optimizer.state_dict()``. A checkpoint without an optimizer's state is
 # for evaluation and needs no scaler.
-
 _OF_AN_OPTIMIZER = {"state", "param_groups"}
 _MAX_DEPTH = 4
 _MAX_SAVES = 1000

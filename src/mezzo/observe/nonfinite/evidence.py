@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from mezzo.formats import FORMATS
-from mezzo.observe.limits import FADED
+from mezzo.observe.settings import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
@@ -23,8 +23,6 @@ Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished", 
 the format, for which torch raises an error; ``vanished``: too small for the format, so 0; ``raised``: no value, but an error."""
 _MAX_SOURCES = 6
 """Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
-
-# --- what is written -------------------------------------------------------------------------------------------------------------
 
 
 class LostValues(Value):
@@ -159,9 +157,6 @@ class Evidence(Value):
     harmless: list[Harmless] = []
     raised: LostValues | None = None
     """The operation that raised an error, of kind ``raised``, if that ended the run."""
-
-
-# --- what is found while the script runs -----------------------------------------------------------------------------------------
 
 
 class ModelNames(Protocol):
@@ -305,9 +300,6 @@ class GradientErrors:
             loss_error=max((loss.error for loss in losses), default=None),
             zeros=self.zeros if below else 0.0,
         )
-
-
-# --- files -----------------------------------------------------------------------------------------------------------------------
 
 
 def write_evidence(evidence: Evidence, path: str) -> None:

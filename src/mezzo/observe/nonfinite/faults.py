@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.limits import HARMLESS_LISTED, LEAST_SCALE, STEPS_THAT_SETTLE, SURELY_LOW, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Located, ModelNames, Source
+from mezzo.observe.settings import HARMLESS_LISTED, LEAST_SCALE, STEPS_THAT_SETTLE, SURELY_LOW, WEIGHTY
 from mezzo.records import RunRecord
 
 Part: TypeAlias = tuple[int, int]
@@ -214,9 +214,6 @@ def _lowered(run: RunRecord) -> tuple[float | None, list[int]]:
     return settled, lowered
 
 
-# --- blame -----------------------------------------------------------------------------------------------------------------------
-
-
 def place_to_blame(
     inspected: InspectedStep,
     step: int,
@@ -301,9 +298,6 @@ def where_it_began(found: Sequence[Located | None]) -> tuple[int, Located | None
     places = [(place.arrived, rank) for rank, place in enumerate(found) if place is not None]
     _, rank = min(places, default=(False, -1))
     return rank, None if rank < 0 else found[rank]
-
-
-# --- skipped updates -------------------------------------------------------------------------------------------------------------
 
 
 class SkipRule(NamedTuple):

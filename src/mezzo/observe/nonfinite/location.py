@@ -106,8 +106,6 @@ class PlacingTracer(Tracer):
         return public_name(_snake(node.name()))
 
 
-# --- names -----------------------------------------------------------------------------------------------------------------------
-
 _PLACES = (torch, F, Tensor)
 _NAMESPACES = ("linalg", "special", "fft")
 _BEFORE = re.compile(

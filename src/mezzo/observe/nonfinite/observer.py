@@ -38,9 +38,8 @@ from mezzo.observe.nonfinite.evidence import (
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import ObservedRun, Observer, Update
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, own_line
-from mezzo.observe.stopping import StopScript
 from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
 
@@ -402,8 +401,6 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
         harmless=harmless,
     )
 
-
-# --- Where an error that ended a script was raised, by its traceback: also where no operation runs, as in torch's checks of arguments ---
 
 _CALLS = ("_wrapped_call_impl", "_call_impl", "forward", "__call__", "inner")
 """Functions of torch through which a module is called."""

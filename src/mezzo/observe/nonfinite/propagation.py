@@ -33,7 +33,6 @@ from mezzo.engine.matrix_units.emulation import running
 from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import (
     GradientErrors,
     Kind,
@@ -44,12 +43,19 @@ from mezzo.observe.nonfinite.evidence import (
 )
 from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
+    COLLECTIVES,
     RangeEnd,
+    Recomputable,
     Shadows,
     Storages,
+    arguments_before,
+    largest_of,
     measure_errors,
     measure_gradients,
+    operands,
     rounded,
+    wait_for_exchange,
+    writes,
     wrong_losses,
 )
 from mezzo.observe.source_lines import caller, script_line
@@ -173,7 +179,7 @@ class InfinityTracer(PlacingTracer):
 
     def _note_numbers(self, func: Any, args: Sequence[Any], result: Any) -> None:
         gradients = self._gradients_among(args[:1]) if self.in_update else []
-        if gradients and not recomputing.writes(func):  # the script may put the result in the place of the gradient
+        if gradients and not writes(func):  # the script may put the result in the place of the gradient
             sizes = {t.numel() for t in gradients}
             self._storages_of_gradients |= {storage_of(t) for t in flat_tensors((result,)) if t.numel() in sizes}
         if func.overloadpacket.__name__.strip("_") not in _SCALES:
@@ -302,10 +308,10 @@ class InfinityTracer(PlacingTracer):
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
-    def _prepared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
+    def _prepared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Recomputable:
         """Return an operation that is about to run, with its operands."""
-        kept = recomputing.arguments_before(func, args, kwargs) if recomputing.writes(func) else (list(args), kwargs)
-        pairs = recomputing.operands(func, kept, (args, kwargs))
+        kept = arguments_before(func, args, kwargs) if writes(func) else (list(args), kwargs)
+        pairs = operands(func, kept, (args, kwargs))
         read = [pair for pair in pairs if has_floats(pair[0])]
         truths = {}
         for end, shadows in self._shadows.items():
@@ -314,20 +320,20 @@ class InfinityTracer(PlacingTracer):
             if found:
                 sources = merge_sources(s for _, (_, sources) in found for s in sources)
                 truths[end] = {id(before): true for before, (true, _) in found}, sources
-        if truths and func.namespace in recomputing.COLLECTIVES:
+        if truths and func.namespace in COLLECTIVES:
             sent = measure_gradients(len(self.trace.operations), read, self._shadows)
             if self._before_reduction is None or self._before_reduction.nothing:
                 self._before_reduction = sent
-        return recomputing.Recomputable(func, args, kwargs, kept, read, truths)
+        return Recomputable(func, args, kwargs, kept, read, truths)
 
-    def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
-        if operation.func.namespace in recomputing.COLLECTIVES:
-            recomputing.wait_for_exchange(operation.func, result)
+    def _inspect(self, index: int, operation: Recomputable, result: Any) -> None:
+        if operation.func.namespace in COLLECTIVES:
+            wait_for_exchange(operation.func, result)
         outputs = operation.outputs(result)
         results = [t for t in outputs if has_floats(t)]
         self._note_parts(operation, results)
         bad_results = [t for t in results if not is_finite(t)]
-        if operation.func.namespace in recomputing.COLLECTIVES:
+        if operation.func.namespace in COLLECTIVES:
             self._inspect_collective(index, operation, results, bad_results)
             return
         if operation.func.overloadpacket.__name__ in _DECISIONS:
@@ -346,8 +352,8 @@ class InfinityTracer(PlacingTracer):
         new: dict[RangeEnd, tuple[Source, ...]] = {}
         beyond: list[Tensor] | None = None
         if bad_results:
-            wide = recomputing.largest_of(local, outputs)
-            finite_ends = [end for end in true if recomputing.largest_of(true[end], outputs) is not None]
+            wide = largest_of(local, outputs)
+            finite_ends = [end for end in true if largest_of(true[end], outputs) is not None]
             sources = self._sources_of(index, operation, bad_operands, bad_results[0], wide, finite_ends)
             if made and wide is None and any(source.kind == "made" for source in sources):
                 beyond = self._computed_beyond_fp32(operation, result, outputs, sources)
@@ -372,7 +378,7 @@ class InfinityTracer(PlacingTracer):
             if tensor.numel() * tensor.element_size() == storage_size(tensor):
                 self._taint.pop(tensor)
 
-    def _note_parts(self, operation: recomputing.Recomputable, results: list[Tensor]) -> None:
+    def _note_parts(self, operation: Recomputable, results: list[Tensor]) -> None:
         """Keep the results of an emulated operation's parts, such as a product in FP32 before it is rounded."""
         emulation = None
         if self._formats.emulated() is not None:
@@ -383,13 +389,13 @@ class InfinityTracer(PlacingTracer):
             read = self._read_by(operation)
             self._parts |= {storage_of(t): (t, read) for t in results if t.element_size() >= FP32.dtype.itemsize}
 
-    def _read_by(self, operation: recomputing.Recomputable) -> list[Tensor]:
+    def _read_by(self, operation: Recomputable) -> list[Tensor]:
         """Return the tensors that an operation reads; of an emulated one's part, those that the whole operation reads."""
         pairs = (self._parts.get(storage_of(passed), (None, [read]))[1] for read, passed in operation.read)
         return list({id(t): t for tensors in pairs for t in tensors}.values())
 
     def _computed_locally(
-        self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
+        self, operation: Recomputable, results: list[Tensor], result: Any, *, made: bool
     ) -> list[Tensor] | None:
         """Return an operation's FP32 results from its operands if it may have lost values; else None."""
         sizes = [t.element_size() for t in results] + [read.element_size() for read, _ in operation.read]
@@ -404,19 +410,19 @@ class InfinityTracer(PlacingTracer):
         return None
 
     def _computed_beyond_fp32(
-        self, operation: recomputing.Recomputable, result: Any, outputs: list[Tensor], sources: tuple[Source, ...]
+        self, operation: Recomputable, result: Any, outputs: list[Tensor], sources: tuple[Source, ...]
     ) -> list[Tensor] | None:
         """Return results in FP64 where FP32 has none that is finite; None if FP64 has none either, or the device no FP64."""
         if not all(has_fp64(read.device) for read, _ in operation.read):
             return None
         found = operation.computed(result, least=FP64.dtype)
-        reached = recomputing.largest_of(found, outputs)
+        reached = largest_of(found, outputs)
         for source in sources if reached is not None else ():
             source.in_fp64 = reached
         return found if reached is not None else None
 
     def _vanished(
-        self, index: int, operation: recomputing.Recomputable, outputs: list[Tensor], local: list[Tensor] | None
+        self, index: int, operation: Recomputable, outputs: list[Tensor], local: list[Tensor] | None
     ) -> tuple[Source, ...]:
         """Return a source for each result that lost a material share of its norm, or a tiny number of the script's."""
         found: list[Source] = []
@@ -438,7 +444,7 @@ class InfinityTracer(PlacingTracer):
     def _keep_true(
         self,
         end: RangeEnd,
-        operation: recomputing.Recomputable,
+        operation: Recomputable,
         outputs: list[Tensor],
         local: list[Tensor] | None,
         true: dict[RangeEnd, list[Tensor] | None],
@@ -472,7 +478,7 @@ class InfinityTracer(PlacingTracer):
             (source.swallowed if wrong else source.absorbed)[op] = None
 
     def _inspect_collective(
-        self, index: int, operation: recomputing.Recomputable, results: list[Tensor], bad_results: list[Tensor]
+        self, index: int, operation: Recomputable, results: list[Tensor], bad_results: list[Tensor]
     ) -> None:
         """Record an operation between processes, whose results depend on the operands of all of them."""
         if bad_results:
@@ -501,7 +507,7 @@ class InfinityTracer(PlacingTracer):
     def _sources_of(
         self,
         index: int,
-        operation: recomputing.Recomputable,
+        operation: Recomputable,
         bad_operands: list[tuple[Tensor, Tensor]],
         result: Tensor,
         largest_in_fp32: float | None,
@@ -511,7 +517,7 @@ class InfinityTracer(PlacingTracer):
         tensors = self._read_by(operation)
         if bad_operands:
             return self._inherited(index, bad_operands, tensors, result)
-        if operation.func.namespace in recomputing.COLLECTIVES:
+        if operation.func.namespace in COLLECTIVES:
             return (self._source(index, "entered", tensors, None, result),)
         leaves = tree_leaves((operation.args, operation.kwargs))
         numbers = [x for x in leaves if isinstance(x, float)]
@@ -547,7 +553,7 @@ class InfinityTracer(PlacingTracer):
             return (self._source(index, "made", tensors, None, result),)  # such as a softmax of -inf only
         return merge_sources(found)
 
-    def _note_error(self, index: int, operation: recomputing.Recomputable, error: Exception) -> None:
+    def _note_error(self, index: int, operation: Recomputable, error: Exception) -> None:
         """Record where an operation raised an error: it ends the script unless that catches it."""
         tensors = [read for read, _ in operation.read]
         narrow = min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize, default=FP32.dtype)
@@ -555,7 +561,7 @@ class InfinityTracer(PlacingTracer):
         if leaves_range(str(error)):
             self._refused(index, operation)
 
-    def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
+    def _refused(self, index: int, operation: Recomputable) -> None:
         """Record a number that torch refuses to write into a format because it would overflow."""
         tensors = [read for read, _ in operation.read]
         leaves = tree_leaves((operation.args, operation.kwargs))

@@ -34,9 +34,8 @@ from mezzo.engine.processes.shards import local
 from mezzo.formats import BF16, FP16
 from mezzo.observe.module_names import free_title
 from mezzo.observe.observer import ObservedRun, Observer
-from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.listed_formats import JudgedFormats, ListedFormats
-from mezzo.observe.ranges.table import ObservedValues, ranges_record, write_values
+from mezzo.observe.ranges.table import Counts, ObservedValues, ranges_record, write_values
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import RangeKind, RangesRecord, RunRecord
 

@@ -6,9 +6,8 @@ import math
 
 from mezzo.records import BatchCurve, Prediction, PredictionDetail, PredictRecord
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.data import Axis, BarPart, Chart, Drawn, Line, Mark, Nothing, Span, TreeChart, TreeNode
+from mezzo.report.charts.data import NAN, Axis, BarPart, Chart, Drawn, Line, Mark, Nothing, Span, TreeChart, TreeNode
 from mezzo.report.charts.modules import MOST_NODES, nodes_of, paths_of
-from mezzo.report.charts.series import NAN
 from mezzo.report.colours import Style, kind_style, policy_styles
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")

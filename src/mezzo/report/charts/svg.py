@@ -1,4 +1,4 @@
-"""A chart as SVG for the page, and the values that the page's script shows at a step."""
+"""A chart as SVG with the values that the page's script shows at a step, or as a table of numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.canvas import LAYOUTS, TOP, TRACK, WIDE, Geometry, geometry_of, is_labelled
-from mezzo.report.charts.data import Chart, Line, Mark, Span
+from mezzo.report.charts import data
+from mezzo.report.charts.canvas import LAYOUTS, TOP, TRACK, WIDE, Geometry, geometry_of, is_labelled, tick_text
+from mezzo.report.charts.data import AxisKind, Bars, Boxes, Chart, Drawn, Line, Mark, Span
+from mezzo.report.formatting import MISSING, number_text
+from mezzo.report.sections import Grid
 
 _LABEL_SPACE = 16
 _MARKS = {"cross": "M-4-4L4 4M-4 4L4-4", "triangle": "M-4.5-5h9L0 3z"}
@@ -227,3 +230,49 @@ def apart(places: Sequence[float], *, low: float, high: float, space: float) -> 
 def _inside(middle: float, count: int, low: float, high: float, space: float) -> float:
     half = space * (count - 1) / 2
     return max(low + half, min(high - half, middle))
+
+
+# --- The same as a table ---------------------------------------------------------------------------------------------------------
+
+_MOST_ROWS = 12
+
+
+def numbers_of(drawn: Drawn) -> Grid:
+    """Return the numbers of a chart; of lines over steps, a few evenly spaced rows."""
+    if isinstance(drawn, Chart):
+        return _chart_numbers(drawn)
+    if isinstance(drawn, Bars):
+        names = [part.name for part in drawn.legend]
+        rows = [
+            (row.name, *({p.name: p.text for p in row.parts}.get(name, MISSING) for name in names), row.text)
+            for row in drawn.rows
+        ]
+        return Grid(heads=("", *names, "total"), rows=rows, sortable=False, numbers=tuple(range(1, len(names) + 2)))
+    if isinstance(drawn, Boxes):
+        heads = ("", "5%", "25%", "median", "75%", "95%")
+        rows = [(row.name, *row.numbers) if row.numbers else (row.name, row.text, "", "", "", "") for row in drawn.rows]
+        return Grid(heads=heads, rows=rows, sortable=False, numbers=(1, 2, 3, 4, 5))
+    return Grid(heads=(), rows=[])
+
+
+def _chart_numbers(chart: Chart) -> Grid:
+    shown = data.thinned(range(len(chart.x)), limit=_MOST_ROWS)
+    rows = []
+    for place in shown:
+        cells = [tick_text(chart.x[place], chart.x_axis.kind)]
+        for line in chart.lines:
+            value = _text(line.y[place], chart.y_axis.kind)
+            if line.low and line.low[place] < line.high[place]:
+                value += (
+                    f" ({_text(line.low[place], chart.y_axis.kind)} to {_text(line.high[place], chart.y_axis.kind)})"
+                )
+            cells.append(value)
+        rows.append(tuple(cells))
+    heads = (chart.x_axis.title, *(line.name for line in chart.lines))
+    return Grid(heads=heads, rows=rows, sortable=False, numbers=tuple(range(len(heads))))
+
+
+def _text(value: float, kind: AxisKind) -> str:
+    if not math.isfinite(value):
+        return MISSING
+    return number_text(value) if kind in ("number", "log", "ms") else tick_text(value, kind)

@@ -12,12 +12,11 @@ from difflib import get_close_matches
 
 from mezzo.errors import UsageError, nearest
 from mezzo.records import AnyRecord
-from mezzo.report.log_entries import LogEntry
+from mezzo.report.log_entries import LiveRun as LiveRun
+from mezzo.report.log_entries import LogEntry, log_entry
+from mezzo.report.log_entries import TrackedRecord as TrackedRecord
+from mezzo.report.log_entries import Writer as Writer
 from mezzo.report.tracking import mlflow, tensorboard, wandb
-from mezzo.report.tracking.live import LiveRun as LiveRun
-from mezzo.report.tracking.live import Writer as Writer
-from mezzo.report.tracking.log_entry import TrackedRecord as TrackedRecord
-from mezzo.report.tracking.log_entry import log_entry
 
 _FIRST = "tensorboard"
 

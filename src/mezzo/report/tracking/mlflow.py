@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mezzo.errors import UsageError
-from mezzo.report.log_entries import LogEntry
-from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import TrackedRecord, text_of
+from mezzo.report.log_entries import SUFFIX, LiveRun, LogEntry, TrackedRecord
+from mezzo.report.terminal import text_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

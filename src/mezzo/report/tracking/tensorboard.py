@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
-from mezzo.report.log_entries import Cell, LogEntry
-from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import TrackedRecord, text_of
+from mezzo.report.log_entries import SUFFIX, Cell, LiveRun, LogEntry, TrackedRecord
+from mezzo.report.terminal import text_of
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter

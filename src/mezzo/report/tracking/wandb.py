@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mezzo.errors import UsageError
-from mezzo.report.log_entries import LogEntry
-from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import TrackedRecord
+from mezzo.report.log_entries import SUFFIX, LiveRun, LogEntry, TrackedRecord
 
 PACKAGE = INSTALL = "wandb"
 _NO_SERVER = ("offline", "dryrun", "disabled")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.process.copy_on_write import write_to_copies
 from mezzo.launch.torch.snapshots.proof import verdict_of
+from mezzo.launch.twin import write_to_copies
 from mezzo.records import RunRecord, SnapshotProof, read_record
 from resumable_scripts import HEAD, SCRIPTS
 

@@ -18,8 +18,7 @@ import pytest
 from mezzo.engine.snapshots import container
 from mezzo.errors import SnapshotError
 from mezzo.launch import child
-from mezzo.launch.request import Request
-from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.request import Request, SnapshotRequest
 from mezzo.launch.torch.snapshots import taking
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, read_record

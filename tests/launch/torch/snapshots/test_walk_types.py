@@ -21,9 +21,8 @@ from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.errors import NotSavable
 from mezzo.launch.torch.snapshots.kinds import KINDS, SAVERS
-from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.walk import Walk
+from mezzo.launch.torch.snapshots.walk import Restoration, Walk
 from snapshot_types import PLACES, REFUSED, SAVED, Colour, Settings, described
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,9 +1,8 @@
 """``apex.amp`` as of its last release, over Mezzo's engine."""
 
 from mezzo.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
-from mezzo.compat.apex.amp.handle import disable_casts
-from mezzo.compat.apex.amp.losses import scale_loss
-from mezzo.compat.apex.amp.registry import (
+from mezzo.compat.apex.amp.handle import (
+    disable_casts,
     float_function,
     half_function,
     promote_function,
@@ -11,6 +10,7 @@ from mezzo.compat.apex.amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from mezzo.compat.apex.amp.optimizers import scale_loss
 from mezzo.compat.apex.amp.state import _amp_state, master_params
 
 __all__ = [

@@ -25,11 +25,9 @@ from mezzo.engine.casts.casting import Casting, rules_for
 from mezzo.engine.casts.conversion import to_format
 from mezzo.engine.matrix_units.emulation import emulation
 from mezzo.formats import FP16, FP32, Format
-from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
+from mezzo.launch.torch.passed import WITHOUT_MODE_CHECK
 from mezzo.oplists import Precision
 from mezzo.policy import Policy
-
-# --- Cast by the name that Python calls, as Apex did, where the rest of Mezzo casts at torch's dispatcher -----------------------
 
 # A function mode receives every call of a torch function or method in its thread before torch runs it. It does not see
 # operations inside C++ composites, nor TorchScript. Functions of torch that are written in Python and pass themselves to
@@ -157,9 +155,6 @@ def find_function(name: str) -> Any:
     return getattr(_PLACES[place], name, None)
 
 
-# --- The casts of O1: torch's functions under Apex's lists ----------------------------------------------------------------------
-
-
 _FORMATS = (FP16.dtype, FP32.dtype)
 
 
@@ -241,8 +236,6 @@ def _push_modes(modes: list[Any]) -> None:
     for mode in reversed(modes):
         _push_mode(mode)
 
-
-# --- Apex's op lists, as changes of Mezzo's portable ones -----------------------------------------------------------------------
 
 # The portable lists contain nearly all of Apex's: products run in FP16; exponentials, norms, sums and losses in FP32. A
 # policy moves operations that Apex lists elsewhere, and functions that ``oplists`` lacks (dunder methods, comparisons,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mezzo.compat.apex.amp import optimizers as amp_optimizers
 from mezzo.compat.apex.amp.handle import begin
-from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import (
     BRIEF,
+    LossScaler,
     Properties,
     _amp_state,
     maybe_print,
@@ -23,7 +23,7 @@ from mezzo.compat.apex.amp.state import (
     warn_or_err,
 )
 from mezzo.compat.apex.parallel.LARC import LARC
-from mezzo.compat.regions import ModelRegion
+from mezzo.compat.driven import ModelRegion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import wrap
 from mezzo.engine.casts.half import HALF
@@ -176,8 +176,6 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             "so on. Pass what amp.state_dict() returned."
         )
 
-
-# --- Models under a level: which ones ``initialize`` refuses, casts of weights and inputs, FP32 state dicts ---------------------
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.processes.shards import is_shared
-from mezzo.engine.snapshots.memory import can_be_written, dtype_text, numpy_dtype
+from mezzo.engine.snapshots.kinds import can_be_written, dtype_text, numpy_dtype
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.known_types import Described, Parts, bytes_of, elements_of
-from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
-from mezzo.launch.torch.snapshots.walk import Walk
+from mezzo.launch.torch.snapshots.walk import Kind, State, Turn, Walk
 
 # --- tensors ---------------------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from mezzo.launch.import_hooks import after_import
-from mezzo.launch.patches import Patches
+from mezzo.launch.patches import Patches, after_import
 
 _SYSTEM = ("/dev", "/proc", "/sys")
 SET_UP = 10**9

@@ -15,12 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.snapshots.known_types import ABSENT, Described, Parts
-from mezzo.launch.torch.snapshots.leaves import library_code
-from mezzo.launch.torch.snapshots.restore import Kind, State
-from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES
-from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
-from mezzo.launch.torch.snapshots.walk import Walk
+from mezzo.launch.torch.snapshots.known_types import ABSENT, Described, Parts, library_code
+from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES, FunctionPlace, place_of
+from mezzo.launch.torch.snapshots.walk import Kind, State, Walk
 
 _OF_ITERTOOLS = "chain cycle islice count repeat accumulate starmap takewhile dropwhile zip_longest product"
 CALLED: dict[str, Any] = {

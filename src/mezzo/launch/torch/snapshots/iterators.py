@@ -10,14 +10,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.position import generators_of, skip_batches
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.functions import CALLED, call, called
 from mezzo.launch.torch.snapshots.known_types import Described, Parts
-from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
-from mezzo.launch.torch.snapshots.walk import Walk
+from mezzo.launch.torch.snapshots.walk import Kind, State, Turn, Walk
 
 _EMPTY: list[Any] = [[], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b""]
 _REVERSIBLE: list[Any] = [[], {}, {}.items(), {}.values()]

@@ -32,10 +32,9 @@ from mezzo.launch.torch.snapshots.known_types import (
     items_of,
     key_name,
 )
-from mezzo.launch.torch.snapshots.restore import Kind, State, Turn
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.walk import Saver, Savers, Walk
+from mezzo.launch.torch.snapshots.walk import Kind, Saver, Savers, State, Turn, Walk
 
 # --- objects ---------------------------------------------------------------------------------------------------------------
 

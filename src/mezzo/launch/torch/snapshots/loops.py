@@ -19,14 +19,20 @@ from typing import Any, NamedTuple
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import iterator_of
 from mezzo.launch.torch.snapshots.kinds import KINDS, SAVERS
-from mezzo.launch.torch.snapshots.library_settings import apply_settings, changed_since, settings_now
-from mezzo.launch.torch.snapshots.reachable import digests_of
-from mezzo.launch.torch.snapshots.restore import Restoration, State
-from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, Way
+from mezzo.launch.torch.snapshots.reachable import apply_settings, changed_since, digests_of, settings_now
+from mezzo.launch.torch.snapshots.rewriting import (
+    ITERATOR,
+    OWN_NAMES,
+    FunctionPlace,
+    TextSpan,
+    Way,
+    place_of,
+    position_of,
+    span_of,
+)
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.source import FunctionPlace, TextSpan, place_of, position_of, span_of
 from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
-from mezzo.launch.torch.snapshots.walk import Walk, cells_in, walk_through
+from mezzo.launch.torch.snapshots.walk import Restoration, State, Walk, cells_in, walk_through
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
 _MOST_WALKS, _MOST_WALKING_S = 20, 5.0

@@ -12,8 +12,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.snapshots.rewriting import Way, codes_in, rewritten
-from mezzo.launch.torch.snapshots.source import FunctionPlace, Source, place_of
+from mezzo.launch.torch.snapshots.rewriting import FunctionPlace, Source, Way, codes_in, place_of, rewritten
 
 _LIBRARY = Path(os.__file__).resolve().parent
 """Python's own modules."""

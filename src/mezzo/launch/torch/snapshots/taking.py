@@ -22,25 +22,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several, save_is_due
+from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
+from mezzo.launch.request import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.kinds import SAVERS
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
-from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
-from mezzo.launch.torch.snapshots.restore import sampler_states
+from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, choose_start, mark_disproven
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
-from mezzo.launch.torch.snapshots.starting import choose_start
 from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
+from mezzo.launch.torch.snapshots.walk import sampler_states
 from mezzo.launch.torch.state import TorchRun
-from mezzo.observe.stopping import StopScript
+from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotProof, SnapshotsTaken
 

@@ -16,13 +16,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.guardrails.remedies import apply_remedy, newest_good
 from mezzo.engine.processes.agreement import Agreement
+from mezzo.engine.session_guard import (
+    SaferPolicy,
+    apply_remedy,
+    newest_good,
+    policy_note,
+    safer_policy,
+    unchanged_policy,
+)
 from mezzo.engine.snapshots.contents import keep_formats
-from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
-from mezzo.launch.torch.policy_change import fall_back
+from mezzo.engine.snapshots.structure import placed, placed_model, placed_optimizer
+from mezzo.launch.torch.restoring import find_premade
 from mezzo.launch.torch.state import TorchRun
-from mezzo.records import Alarm, Rewind
+from mezzo.records import Alarm, AlarmKind, Rewind
 
 
 def kind_of(value: Any) -> str:
@@ -153,3 +160,30 @@ def return_to_good(
 
 def _weights(contents: Any) -> Iterator[Any]:
     return (state["state"] for _, kind, state in contents["trained"] if kind == "module")
+
+
+# The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. Two effects of the old
+# policy remain: the modules that it kept in FP32 stay in FP32, and the script's GradScalers stay off.
+
+
+def fall_back(run: TorchRun, kind: AlarmKind) -> SaferPolicy:
+    """Change a run's policy to the next safer one after an alarm, if there is one; return the result, with the reason."""
+    now = run.precision.present
+    obstacle = "the precision is the script's own" if now is None else _obstacle(run)
+    if not obstacle and now is not None:
+        safer = safer_policy(now, kind, run.precision.device_type or "cpu")
+        if not isinstance(safer, str):
+            policy, why = safer
+            run.change_policy(policy, why)
+            return SaferPolicy(changed=True, note=policy_note(f"{policy!s}, before {now!s}", why))
+        obstacle = safer
+    return unchanged_policy(obstacle)
+
+
+def _obstacle(run: TorchRun) -> str:
+    """Return why a run cannot change its policy now; empty if it can."""
+    if torch.is_autocast_enabled(run.precision.device_type or "cpu"):
+        return "the loop runs in an autocast region that the script opened around it"
+    if find_premade(torch.cuda.CUDAGraph)[0]:
+        return "the script replays CUDA graphs, which keep the policy that they were captured under"
+    return ""

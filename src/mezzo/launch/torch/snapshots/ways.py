@@ -10,9 +10,18 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from mezzo.errors import NotSavable
-from mezzo.launch.torch.snapshots.rewriting import Way, not_entered
+from mezzo.launch.torch.snapshots.rewriting import (
+    Loop,
+    Source,
+    TextSpan,
+    Way,
+    not_entered,
+    place_of,
+    position_of,
+    span_of,
+    up_to_loop,
+)
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of, up_to_loop
 
 _CONTEXTS = (
     *("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "sdpa_kernel", "device"),

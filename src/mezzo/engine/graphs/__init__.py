@@ -1,1 +1,0 @@
-"""A whole training step as CUDA graphs."""

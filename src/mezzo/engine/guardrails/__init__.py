@@ -1,1 +1,0 @@
-"""Guardrails: detect from its numbers that a training run is going wrong, and return it to a good snapshot."""

@@ -1,1 +1,0 @@
-"""``mezzo diagnose`` for a Keras script on TensorFlow: what one run records."""

@@ -1,1 +1,0 @@
-"""``mezzo audit`` for a Paddle script."""

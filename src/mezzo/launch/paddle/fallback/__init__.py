@@ -1,1 +1,0 @@
-"""``mezzo fallback`` for a Paddle script: what one run measures."""

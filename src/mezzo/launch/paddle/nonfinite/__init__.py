@@ -1,1 +1,0 @@
-"""``mezzo diagnose`` for a Paddle script: what one run records."""

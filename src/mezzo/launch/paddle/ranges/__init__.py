@@ -1,1 +1,0 @@
-"""``mezzo ranges`` for a Paddle script."""

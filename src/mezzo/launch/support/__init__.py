@@ -1,1 +1,0 @@
-"""Which commands and options take a script of which framework."""

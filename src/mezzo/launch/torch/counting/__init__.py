@@ -1,1 +1,0 @@
-"""What ran: the counted step, compiled graphs, the script's own CUDA graphs, a digest of the weights."""

@@ -1,1 +1,0 @@
-"""A script's backward passes, scaled and unscaled again before the script sees a gradient."""

@@ -1,0 +1,236 @@
+"""Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
+
+The launcher's other hooks, on optimizers, schedulers, backward passes and modules, report to the lint themselves. These hooks change
+nothing: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import CheckpointFunction
+
+from mezzo.formats import FP16
+from mezzo.launch.patches import Patches, after_import
+from mezzo.observe.lint.observer import Lint
+
+_ENABLED = 5
+"""Position of GradScaler's argument ``enabled``, from 0."""
+
+_FP16 = FP16.dtype
+_LIMITS = ("max_norm", "clip_value")
+_CHECKPOINTS = "torch.distributed.checkpoint"
+
+Listener = Callable[..., Any]
+
+
+def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
+    """Report a script's calls to ``lint`` until ``patches`` are undone."""
+    for name, listener in _LISTENERS.items():
+        if as_is:
+            patches.around(GradScaler, name, functools.partial(listener, lint))
+        else:
+            patches.wrap(GradScaler, name, functools.partial(_until_over, lint, name, listener))
+    patches.around(GradScaler, "__init__", functools.partial(_created, lint))
+    for name in ("state_dict", "__getstate__"):
+        patches.around(GradScaler, name, functools.partial(_state_taken, lint))
+    for owner, name in ((torch, "save"), (pickle, "dump")):
+        patches.around(owner, name, functools.partial(_save, lint))
+    after_import(_CHECKPOINTS, functools.partial(_report_distributed, lint, patches), patches)
+    patches.wrap(autocast, "__init__", functools.partial(_init_reporting, lint, as_is))
+    patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        function = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
+        reporting = _clip_reporting(lint, function)
+        for owner in (clip_grad, torch.nn.utils):
+            if hasattr(owner, name):
+                patches.replace(owner, name, reporting)
+    patches.wrap(
+        torch.optim.Optimizer, "zero_grad", functools.partial(_zero_grad_reporting, lint, torch.optim.Optimizer)
+    )
+    patches.wrap(nn.Module, "zero_grad", functools.partial(_zero_grad_reporting, lint, nn.Module))
+    patches.around(AveragedModel, "update_parameters", functools.partial(_average, lint))
+    patches.around(CheckpointFunction, "apply", functools.partial(_checkpointed, lint))
+    patches.on_undo(lint.close)
+
+
+def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -> Listener:
+    """Report calls of a GradScaler that the policy has turned off, until the first updates have been checked.
+
+    Calls of a GradScaler that is on are checked to the end: in a steady run by ``steady_state``.
+    """
+
+    @functools.wraps(original)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not lint.over:
+            return listener(lint, original, self, *args, **kwargs)
+        _restore(GradScaler, name, called, original)
+        return original(self, *args, **kwargs)
+
+    return called
+
+
+def _restore(owner: Any, name: str, replacement: Listener, original: Listener) -> None:
+    """Let calls go straight to ``original``, unless another tool has replaced the method since."""
+    if vars(owner)[name] is replacement:
+        setattr(owner, name, original)
+
+
+# --- GradScaler --------------------------------------------------------------------------------------------------------------
+
+
+def _created(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    lint.scalers.created(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
+
+
+def _scale(lint: Lint, original: Listener, self: Any, outputs: Any) -> Any:
+    scaled = original(self, outputs)
+    if not torch.compiler.is_compiling():
+        lint.scalers.scale(self, scaled)
+    return scaled
+
+
+def _unscale(lint: Lint, original: Listener, self: Any, optimizer: Any) -> Any:
+    with lint.scaler_unscales(self, optimizer):
+        return original(self, optimizer)
+
+
+def _step(lint: Lint, original: Listener, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    with lint.scaler_steps(self, optimizer):
+        return original(self, optimizer, *args, **kwargs)
+
+
+def _update(lint: Lint, original: Listener, self: Any, new_scale: Any = None) -> Any:
+    lint.scalers.update(self, new_scale)
+    return original(self, new_scale)
+
+
+def _get_scale(lint: Lint, original: Listener, self: Any) -> Any:
+    value = original(self)
+    lint.scalers.get_scale(self, value)
+    return value
+
+
+def _state_taken(lint: Lint, original: Listener, self: Any) -> Any:
+    lint.checkpoints.state_taken(self)
+    return original(self)
+
+
+def _save(lint: Lint, original: Listener, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    lint.saves(obj)
+    return original(obj, *args, **kwargs)
+
+
+def _report_distributed(lint: Lint, patches: Patches) -> None:
+    for name in ("save", "async_save"):
+        patches.around(sys.modules[_CHECKPOINTS], name, functools.partial(_save, lint))
+
+
+_LISTENERS: dict[str, Listener] = {
+    "scale": _scale,
+    "unscale_": _unscale,
+    "step": _step,
+    "update": _update,
+    "get_scale": _get_scale,
+}
+
+
+# --- autocast ----------------------------------------------------------------------------------------------------------------
+
+
+def _init_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
+    """Record the region that the script requests: a policy may open another one instead."""
+
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **named: Any) -> None:
+        # On a CPU the default is BF16, and FP16 on the device that the script is meant for.
+        default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
+        self._mezzo_requested = default if dtype is None else dtype, enabled
+        original(self, device_type, dtype, enabled, *rest, **named)
+        if lint.over and (as_is or not lint.regions_matter):
+            _restore(autocast, "__init__", init, original)
+
+    return init
+
+
+def _enter_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        if lint.over:
+            if not lint.regions_matter:
+                _restore(autocast, "__enter__", enter, original)
+                return original(self)
+            if as_is and self.fast_dtype is not _FP16:  # only an FP16 region changes the pending finding
+                return original(self)
+        result = original(self)
+        if not torch.compiler.is_compiling():
+            dtype, on = getattr(self, "_mezzo_requested", (self.fast_dtype, self._enabled))
+            lint.region_begins(dtype, on=self._enabled if as_is else on)
+        return result
+
+    return enter
+
+
+# --- gradients and weights ---------------------------------------------------------------------------------------------------
+
+
+def _clip_reporting(lint: Lint, original: Listener) -> Listener:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = lint.clip(listed, _number(args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)))
+        same_kind = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
+        result = original(same_kind, *args, **kwargs)
+        lint.clipped(owners)
+        return result
+
+    return clip
+
+
+def _number(limit: Any) -> float:
+    """Return a limit as a number; NaN if it is on a device, from which it is not read."""
+    return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
+
+
+def _zero_grad_reporting(lint: Lint, owner: type, original: Listener) -> Listener:
+    """Report ``zero_grad`` of an optimizer or a model while gradients are checked; after that, calls go straight to torch."""
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if torch.compiler.is_compiling():
+            return
+        if lint.awake:
+            lint.model_cleared(self) if isinstance(self, nn.Module) else lint.cleared([self])
+        else:
+            _restore(owner, "zero_grad", zero_grad, original)
+
+    return zero_grad
+
+
+def _checkpointed(lint: Lint, original: Callable[..., Any], *args: Any) -> Any:
+    """Report reentrant checkpointing of which no argument requires a gradient: autograd then knows nothing of what it computes."""
+    if lint.over or not torch.is_grad_enabled() or any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return original(*args)
+    with lint.cut_off():
+        return original(*args)
+
+
+def _average(lint: Lint, original: Callable[..., Any], self: Any, model: Any) -> Any:
+    with lint.averages(self.module, model):
+        return original(self, model)

@@ -1,1 +1,0 @@
-"""A script's own mixed precision: replaced, recorded, checked."""

@@ -1,1 +1,0 @@
-"""A script's updates: by optimizers, by hand, left out by the script itself."""

@@ -1,1 +1,0 @@
-"""What a patch writes: torch.amp, a session, or a library's argument; and the parts that these share."""

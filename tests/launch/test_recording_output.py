@@ -1,0 +1,129 @@
+"""Reading a metric from output, and naming it by its pattern."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from mezzo.launch.recording import MetricReader, MetricStream, beginning_of, name_of
+from mezzo.records import Metric
+
+NAN, INF = math.nan, math.inf
+
+
+def read(pattern: str, *lines: str) -> Metric:
+    reader = MetricReader(pattern, lambda: 7)
+    for line in lines:
+        reader.line(line)
+    return reader.metric()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (r"acc=([0-9.]+)", "acc"),
+        (r"test loss[: ]+([0-9.]+)", "test loss"),
+        (r"val acc: (\S+)", "val acc"),
+        (r"\bacc +([0-9.]+)", "acc"),
+        (r"(?i)Val(?:idation)? Acc@1 ([\d.]+)", "Validation Acc@1"),
+        (r"(?:val|test) acc (.*)", "val test acc"),
+        (r"(\d+\.\d+)% correct", "correct"),
+        (r"(?P<accuracy>[0-9.]+)", "accuracy"),
+        (r"(?P<val_loss>[0-9.]+) \|", "val loss"),
+        (r"Epoch \d+.*?test_acc=([0-9.]+)", "Epoch test_acc"),
+        (r"(?<=loss )([0-9.]+)", "loss"),
+        (r"\[test\] IoU ([0-9.]+)", "test IoU"),
+        (r"top-1 acc ([0-9.]+)", "top-1 acc"),
+        (r"eval/f1\D+([0-9.]+)", "eval f1"),
+        (r"'eval_loss': ([0-9.]+)", "eval_loss"),
+        (r"\x1b\[1m *loss (\S+)", "1m loss"),
+        (r"^([0-9.]+)$", "metric"),
+    ],
+)
+def test_a_metric_has_the_words_of_its_pattern(pattern: str, name: str) -> None:
+    assert name_of(pattern) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "letters"),
+    [
+        ("acc +([0-9.]+)", "acc "), ("acc: ([0-9.]+)", "acc: "), ("accs?: (.*)", "acc"), ("acc*: (.*)", "ac"), ("a{0}b(.)", ""),
+        ("^acc (.*)", ""), ("(acc) (.*)", ""), ("acc|loss (.*)", ""), ("(?i)acc (.*)", ""), (r"acc\. (.*)", "acc"), ("top1 (.*)", "top"),
+        ("[Aa]cc (.*)", ""), ("loss-(.*)", "loss"), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_letters_that_every_match_begins_with(pattern: str, letters: str) -> None:
+    assert beginning_of(pattern) == letters
+
+
+def test_colours_inside_the_first_letters_hide_no_metric() -> None:
+    reader = MetricReader("acc ([0-9.]+)", lambda: 3)
+    for line in ("a\x1b[1mcc \x1b[0m0.5", "no metric", "acc nan", "\tacc 0.25"):
+        reader.line(line)
+    assert str(reader.metric().values) == "[0.5, nan, 0.25]"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lines", "values"),
+    [
+        (r"acc=([0-9.]+)", ["acc=0.5 acc=0.75"], [0.5, 0.75]),
+        (r"acc=([0-9.]+)", ["acc=0.5", "acc=nan", "acc=inf", "acc=-inf"], [0.5, NAN, INF, -INF]),
+        (r"acc=(\d+)", ["acc=NaN"], [NAN]),
+        (r"loss (-?[0-9.]+)", ["loss -Infinity", "loss nan"], [-INF, NAN]),
+        (r"info ([0-9.]+)", ["info 5"], [5.0]),  # a word that begins as infinity does
+        (r"loss ([0-9.]+)", ["loss 1.2e-05, lr 3", "loss 3E+2"], [1.2e-05, 300.0]),
+        (r"loss ([0-9.e+-]+)", ["loss 1.2e-05"], [1.2e-05]),
+        (
+            r"steps ([0-9.]+)",
+            ["steps 1,234.5", "steps 12,345,678", "steps 1, 2", "steps 3,4"],
+            [1234.5, 12345678.0, 1.0, 3.0],
+        ),
+        (r"acc ([0-9.]+)", ["acc \x1b[32m0.97\x1b[0m", "\x1b]0;title\x07acc 0.5\x08"], [0.97, 0.5]),
+        (r"\x1b\[32m([0-9.]+)", ["acc \x1b[32m0.97"], [0.97]),
+        (r"acc (\S+)", ["acc 97.5%"], [97.5]),
+        (r"a(?:b(\d))?", ["a ab1"], [1.0]),  # the group took no part in the first match
+    ],
+)
+def test_numbers_are_read_whole(pattern: str, lines: list[str], values: list[float]) -> None:
+    metric = read(pattern, *lines)
+    assert str(metric.values) == str(values)  # nan is not equal to nan
+    assert (metric.steps, metric.text) == ([7] * len(values), None)
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"), [("acc 97.5%", True), ("acc 97.5 %", True), ("acc 97.5", False), ("acc 97.5 of 100%", False)]
+)
+def test_a_percent_sign_is_noted(line: str, percent: bool) -> None:
+    assert read(r"acc ([0-9.]+)", line).percent == read(r"acc (\S+)", line).percent == percent
+
+
+@pytest.mark.parametrize(
+    ("lines", "values", "text"),
+    [
+        (["acc 0.5", "acc n/a"], [0.5], "n/a"),
+        (["acc n/a", "acc 0.5"], [0.5], None),
+        (["acc 0,97"], [], "0,97"),
+        (["acc " + "x" * 90], [], "x" * 40),
+        (["other"], [], None),
+    ],
+)
+def test_text_in_place_of_the_last_number_is_kept(lines: list[str], values: list[float], text: str | None) -> None:
+    metric = read(r"acc (\S+)", *lines)
+    assert (metric.values, metric.text) == (values, text)
+
+
+def test_a_decimal_comma_is_no_number_that_was_cut() -> None:
+    assert read(r"acc ([0-9.]+)", "acc 0,97").text == "0,97"
+
+
+def test_lines_are_read_however_they_are_written() -> None:
+    reader, stream = MetricReader(r"acc ([0-9.]+)", lambda: 1), io.StringIO()
+    watched = MetricStream(stream, reader.line)
+    watched.write("acc 0.")
+    watched.writelines(["5\racc 0.6\nacc", " 0.7"])
+    assert reader.metric().values == [0.5, 0.6]
+    watched.finish()
+    assert reader.metric().values == [0.5, 0.6, 0.7]
+    assert stream.getvalue() == "acc 0.5\racc 0.6\nacc 0.7"

@@ -1,0 +1,79 @@
+"""Which commands take scripts of which framework, and what the refusals say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo import cli
+from mezzo.launch.support import LIMITED, Stage, on_backend, refusal, stage_of
+from mezzo.records.run import INSPECTING, inspecting
+
+IN: dict[Stage, str] = {
+    "Keras on tensorflow": "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\nimport keras\n",
+    "Keras on jax": "import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras\n",
+    "Paddle": "import paddle\n",
+}
+OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
+OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
+TAKEN: list[tuple[str, Stage]] = [
+    ("mezzo audit", "Keras on tensorflow"),
+    ("mezzo diagnose", "Keras on tensorflow"),
+    *((f, "Paddle") for f in OBSERVE),
+]
+CASES = [(feature, stage) for feature in LIMITED for stage in IN if (feature, stage) not in TAKEN]
+
+
+@pytest.mark.parametrize(("feature", "stage"), CASES)
+def test_a_refusal_is_one_error_with_one_hint_before_anything_runs(
+    feature: str, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(IN[stage] + "open('ran', 'w')\n", encoding="utf-8")
+    Path("earlier/snapshots").mkdir(parents=True)
+    command = feature.split()[1:] or ["run", feature, *([OPTIONS[feature]] if feature in OPTIONS else [])]
+    assert cli.main([*command, "train.py"]) == 7
+    shown = capsys.readouterr().err
+    assert shown.count(f"{feature} was given for a {stage} script, and ") == 1
+    assert shown.count("hint: ") == 1
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("feature", [*LIMITED, "mezzo run", "mezzo compare", "mezzo check", "mezzo report"])
+def test_pytorch_scripts_are_taken_by_all(feature: str) -> None:
+    assert refusal(feature, "PyTorch") is None
+
+
+@pytest.mark.parametrize(("feature", "stage"), TAKEN)
+def test_what_is_taken_is_not_refused(feature: str, stage: Stage) -> None:
+    assert refusal(feature, stage) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "framework"),
+    [
+        ("PyTorch", "torch 2.13.0"),
+        ("Keras on torch", "keras 3.15.1 on torch 2.13.0"),
+        ("Keras on tensorflow", "keras 3.15.1 on tensorflow 2.21.0"),
+        ("Keras on jax", "keras 3.15.1 on jax 0.8.0"),
+        ("Paddle", "paddle 3.3.0"),
+    ],
+)
+def test_records_and_scripts_agree_on_what_is_inspected(stage: Stage, framework: str) -> None:
+    taken = [name for name in INSPECTING if refusal(f"mezzo {name}", stage) is None]
+    assert list(inspecting(framework)) == taken
+
+
+@pytest.mark.parametrize("feature", OBSERVE)
+def test_a_backend_chosen_in_the_run_is_refused_in_the_run(feature: str) -> None:
+    assert refusal(feature, "Keras") is None
+    refused = refusal(feature, on_backend("jax"), target="train.py")
+    assert refused is not None
+    assert refused.hint.startswith(f"KERAS_BACKEND=torch {feature} train.py")
+
+
+def test_an_unknown_backend_is_left_to_keras(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['KERAS_BACKEND'] = 'openvino'\nimport keras\n", encoding="utf-8")
+    assert stage_of(str(script), kind="script") == "Keras"

@@ -1,0 +1,60 @@
+"""A process that writes to copies changes nothing that another one sees, and reaches no network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.launch.twin import write_to_copies
+
+_CHILD = """
+import os, socket, sqlite3
+from pathlib import Path
+from mezzo.launch.twin import write_to_copies
+try:
+    write_to_copies()
+except OSError as error:
+    print("refused", error)
+    raise SystemExit
+Path("kept.txt").write_text("changed")
+Path("new.txt").write_text("new")
+os.remove("gone.txt")
+os.rename("moved.txt", "moved")
+database = sqlite3.connect("rows.db")  # code in C
+database.execute("create table rows (n)")
+database.commit()
+print(Path("kept.txt").read_text(), Path("new.txt").exists(), Path("gone.txt").exists(), sorted(os.listdir()))
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+    print("reaches itself")
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_what_it_writes_is_seen_by_itself_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a, b:c"
+    folder.mkdir()
+    for name in ("kept", "gone", "moved"):
+        (folder / f"{name}.txt").write_text(name)
+    ran = subprocess.run([sys.executable, "-c", _CHILD], cwd=folder, capture_output=True, text=True, check=True)
+    if ran.stdout.startswith("refused"):
+        pytest.skip(f"this system gives no process a file system of its own: {ran.stdout}")
+    assert ran.stdout.splitlines() == [
+        "changed True False ['kept.txt', 'moved', 'new.txt', 'rows.db']",
+        "reaches itself",
+        "Network is unreachable",
+    ]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        f"{name}.txt": name for name in ("kept", "gone", "moved")
+    }
+
+
+def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(OSError, match="only Linux"):
+        write_to_copies()
