@@ -18,9 +18,9 @@ from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
 from mezzo.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from mezzo.launch.several.on_cluster import Cluster
-    from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
+    from mezzo.studies.on_cluster import Cluster
+    from mezzo.studies.side_by_side import Engine
 
 
 # --- Shell completion: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little -----------------------
@@ -248,8 +248,8 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
         UsageError: this machine cannot execute so many runs at once, or the cluster cannot be used.
     """
     from mezzo.launch.ranks.leading import leader
-    from mezzo.launch.several.on_cluster import OnCluster
-    from mezzo.launch.several.side_by_side import SideBySide, one_after_another, slots
+    from mezzo.studies.on_cluster import OnCluster
+    from mezzo.studies.side_by_side import SideBySide, one_after_another, slots
 
     if on is None and (jobs or 1) == 1:
         return one_after_another
@@ -270,7 +270,7 @@ def named_cluster(text: str) -> Cluster:
     Raises:
         UsageError: it is unknown, an option is not valid, or its library or Slurm is missing.
     """
-    from mezzo.launch.several.on_cluster import Ray, Slurm
+    from mezzo.studies.on_cluster import Ray, Slurm
 
     name, _, rest = text.partition(":")
     if name not in _LIBRARIES:
