@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.error_texts import advice_for, refuses_format
+from mezzo.error_texts import advice_for, is_of_sparse_tensor, missing_key, missing_module, refuses_format
 from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
 from mezzo.measure.predict.script.tape_server import ONLY_PROCESS, PROGRAM, current_server, environment
@@ -118,7 +117,7 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         if not request.as_module and not Path(request.script).is_file():
             raise UsageError(f"there is no script {request.script!r}", hint="check the path")
     found, output = _recorded(requests, deadline_s)
-    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in ONLY_PROCESS)) for one in found):
+    if all(missing_key(one.error) in ONLY_PROCESS for one in found):
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
     if not any(one.tape for one in found) and all(one.gpu_queries for one in found):
@@ -224,10 +223,9 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
             f"{request.script} ended before it trained: {one.error} ({printed})",
             hint="check the script's own arguments; run it by itself with them first",
         )
-    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
-    if missing is not None:
+    if missing := missing_module(one.error):
         return ScriptError(
-            f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
+            f"{request.script} imports {missing!r}, which is not installed here: {one.error}",
             hint=f"install it for {sys.executable}, or run the script by itself first",
         )
     if one.needs_numbers:
@@ -236,7 +234,7 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
             hint="pass the size where the function accepts one, such as output_size= of repeat_interleave or num_classes= of one_hot, "
             "or predict the model by name with --model",
         )
-    if "SparseTensorImpl" in one.error:
+    if is_of_sparse_tensor(one.error):
         return ScriptError(
             f"{request.script} cannot be predicted: its gradients are sparse, and their size depends on numbers ({one.error})",
             hint="trace it with sparse=False in its nn.Embedding, which gives an upper bound, or measure it with mezzo run",
