@@ -15,7 +15,7 @@ pytest.importorskip("tensorflow")
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from mezzo.launch.files_read import files_read
+from mezzo.launch.recording import files_read
 since = time.time() - 60
 os.environ["KERAS_BACKEND"] = "tensorflow"
 import numpy as np

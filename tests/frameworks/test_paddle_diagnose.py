@@ -13,8 +13,7 @@ from paddle_runs import AS_IS, fit, numbers, observed, paddle
 
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
 from mezzo.formats import BF16, FP16
-from mezzo.launch.paddle.lost_values import ValueFollower
-from mezzo.launch.paddle.nonfinite_values import NonFinite
+from mezzo.launch.paddle.nonfinite_values import NonFinite, ValueFollower
 from mezzo.launch.paddle.replay import KEPT, NO_UPPER, NONE, gradients, rounded_within
 from mezzo.launch.paddle.surveys import round_to_fp16
 from mezzo.observe.settings import DiagnoseSettings

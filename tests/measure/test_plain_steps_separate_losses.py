@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_launch import ran
-from mezzo.launch.torch import switched
-from mezzo.launch.torch.torch_training import TorchTraining
+from mezzo.launch.torch import TorchTraining, switched
 from mezzo.measure.plain_steps import SeparateLosses
 from mezzo.policy import Policy
 from mezzo.records import Loss, Steps

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.devices import this_device
 from mezzo.errors import ScriptError
-from mezzo.launch.torch import switched
-from mezzo.launch.torch.torch_training import TorchTraining
+from mezzo.launch.torch import TorchTraining, switched
 from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings

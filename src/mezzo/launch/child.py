@@ -22,12 +22,11 @@ from typing import Any, cast
 
 from mezzo.as_python import run_as_python
 from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, names_cuda, spec_of
 from mezzo.launch.patches import Patches
-from mezzo.launch.progress import EVERY_S, reports_to
+from mezzo.launch.progress import REPORT_EVERY_S, reports_to
 from mezzo.launch.ranks.blame import write_position_on_signal
-from mezzo.launch.recording import Ending, MetricReader, MetricStream, guarded, record_of
+from mezzo.launch.recording import Ending, MetricReader, MetricStream, files_read, guarded, record_of
 from mezzo.launch.request import NO_RECORD, Request, ScriptFile
 from mezzo.launch.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.spawned import SpawnedProcesses
@@ -73,7 +72,7 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
     ):
         if request.reports_progress:
             first = None if request.compared_since_s is None else request.updated_file
-            training.report_to(reports_to(request.progress_file, first=first), every_s=EVERY_S)
+            training.report_to(reports_to(request.progress_file, first=first), every_s=REPORT_EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)

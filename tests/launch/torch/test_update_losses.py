@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.launch.torch import switched
-from mezzo.launch.torch.torch_training import TorchTraining
+from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Reason, Steps
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from mezzo.formats import FP16
-from mezzo.observe.settings import NARROW, TrialChanges
+from mezzo.observe.settings import FORMATS_OF_16_BITS, TrialChanges
 from mezzo.policy import Policy
 
 LinePlace = Literal["line", "scaler", "forward", "autocast", "step", "batch"]
@@ -133,7 +133,7 @@ class Domain(NamedTuple):
     def line(self, formats: Collection[str]) -> ScriptLine:
         """Return the line that works on operands of ``formats``."""
         end = self.end_in_fp16 if self.end_in_fp16 and FP16.name in formats else self.end
-        wide = self.in_fp32 and not set(formats).isdisjoint(NARROW)
+        wide = self.in_fp32 and not set(formats).isdisjoint(FORMATS_OF_16_BITS)
         casts = ("x.float()", 'keras.ops.cast(x, "float32")', 'x.astype("float32")') if wide else ("x", "x", "x")
         lines = zip((self.torch, self.keras, self.paddle), casts, strict=True)
         torch, keras, paddle = (line.format(x=x, end=end) for line, x in lines)

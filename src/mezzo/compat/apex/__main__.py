@@ -13,7 +13,7 @@ from mezzo.errors import MezzoError, UsageError
 from mezzo.launch.request import WITHOUT_AMP
 from mezzo.launch.targets import Target, check_target
 
-ALIASES = {
+MODULES = {
     "apex": "mezzo.compat.apex",
     "apex.amp": "mezzo.compat.apex.amp",
     "apex.amp._amp_state": "mezzo.compat.apex.amp.state",
@@ -29,7 +29,7 @@ ALIASES = {
 
 def install_aliases() -> None:
     """Make ``import apex`` find this package, in this process."""
-    for name, own in ALIASES.items():
+    for name, own in MODULES.items():
         sys.modules[name] = importlib.import_module(own)
 
 

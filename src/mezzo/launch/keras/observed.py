@@ -32,7 +32,7 @@ from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.keras.updates import LayerScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import observer_for
-from mezzo.launch.torch.trial_changes import make_changes
+from mezzo.launch.torch.own_amp import make_changes
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule

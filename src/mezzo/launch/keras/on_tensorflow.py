@@ -13,20 +13,39 @@ import functools
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
-from mezzo.launch.keras.own_operations import own_operations
 from mezzo.launch.keras.state import Backend, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
+
+
+@contextmanager
+def own_operations() -> Iterator[None]:
+    """Keep op callbacks away from the operations inside: ``tf.debugging.enable_check_numerics`` would end the script at a NaN of Mezzo's.
+
+    Mezzo writes NaN for a value that a step does not have, such as a loss scale.
+    """
+    state = context.context()
+    callbacks = list(state.op_callbacks)
+    for callback in callbacks:
+        state.remove_op_callback(callback)
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            state.add_op_callback(callback)
+
 
 _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_callbacks")
 

@@ -22,7 +22,7 @@ from mezzo.launch.keras.state import Backend, KerasRun, reaches
 from mezzo.launch.keras.updates import PolicyScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.own_amp import keep_fp32_products
-from mezzo.launch.torch.passed import given_gradients, listed, reusable
+from mezzo.launch.torch.update_losses import given_gradients, listed, reusable
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
 

@@ -14,7 +14,7 @@ from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of, exit_code_of, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, shared_imports, substitute_record
-from mezzo.launch.signals import GRACE_S, Stop, Stopped, stoppable
+from mezzo.launch.signals import SIGNAL_GRACE_S, Stop, Stopped, stoppable
 from mezzo.records import RunRecord, write_record
 from mezzo.records.files import file_of_rank, record_at
 
@@ -58,7 +58,7 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
             _record_for_leader(meeting, number - 1, why=REASON.text)
             return stop.exit_code or _WITHOUT_LEADER
         if stop.stopped:  # rank 0 received the signal as well, and reports when the records are written
-            end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
+            end_s = min(end_s, time.monotonic() + 3 * SIGNAL_GRACE_S)
         if time.monotonic() > end_s:
             return stop.exit_code
         time.sleep(POLL_S)

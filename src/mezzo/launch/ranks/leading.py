@@ -24,7 +24,7 @@ from mezzo.launch.ranks.launched import PADDLE_STORE, REASON
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import counts_path, error_of, exit_code_of, for_rank, merged, record_path, run_of
 from mezzo.launch.request import Request
-from mezzo.launch.signals import GRACE_S, stoppable
+from mezzo.launch.signals import SIGNAL_GRACE_S, stoppable
 from mezzo.observe.ranges.table import ObservedValues, ranges_record, read_values, values_of_all
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
@@ -194,7 +194,7 @@ class Leader:
             while len(run.ended) + len(run.vanished) < len(self._meeting.others):
                 self._over(run)
                 if stop.stopped and end_s is None:  # their launcher, or the terminal, has sent them the signal too
-                    end_s = time.monotonic() + GRACE_S
+                    end_s = time.monotonic() + SIGNAL_GRACE_S
                 if stop.stopped and end_s is not None and time.monotonic() > end_s:
                     self._stop(run)
                 if run.stopped and end_s is None:

@@ -38,8 +38,8 @@ from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.communication import Communication
-from mezzo.launch.torch.passed import WITHOUT_MODE_CHECK, given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.launch.torch.state import TorchRun
+from mezzo.launch.torch.update_losses import WITHOUT_MODE_CHECK, given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.observe.source_lines import own_line
 
 
@@ -121,7 +121,7 @@ class BackwardPasses:
     def _run_with_hooks(
         self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
     ) -> None:
-        """TorchRun a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
+        """Run a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
         if run.phase.not_training:
             with run.graphs.unrecorded():

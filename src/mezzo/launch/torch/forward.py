@@ -150,7 +150,7 @@ class ForwardRegions:
 
     @contextmanager
     def _at_depth(self, depth: int) -> Iterator[None]:
-        """TorchRun code as if it were ``depth`` modules deep."""
+        """Run code as if it were ``depth`` modules deep."""
         local = self._run.phase.local
         before, local.depth = local.depth, depth
         try:
@@ -259,7 +259,7 @@ def _half_to_fp32(output: Any) -> Any:
 
 
 def _in_fp32(original: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """TorchRun a function that CUDA's autocast rejects, with FP32 operands and autocast off."""
+    """Run a function that CUDA's autocast rejects, with FP32 operands and autocast off."""
     with torch.autocast(input.device.type, enabled=False):
         values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
         return original(*values, **names)

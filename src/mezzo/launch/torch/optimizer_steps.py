@@ -263,7 +263,7 @@ def _stepping_class(optimizer: Optimizer) -> type:
 
 
 def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchRun a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
+    """Run a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:

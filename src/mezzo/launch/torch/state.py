@@ -19,9 +19,8 @@ from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch.notes import Listeners, RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.other_updates import LeftOutUpdates, UpdatesByHand
-from mezzo.launch.torch.phase import Phase, Root
+from mezzo.launch.torch.phase import Phase, Root, ScriptGraphs
 from mezzo.launch.torch.precision import ScriptPrecision
-from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.update_losses import UpdateLosses

@@ -1,4 +1,4 @@
-"""Functions in snapshots: their variables, and the code that they are made of again; and what is made by calling a known function."""
+"""Functions and iterators in snapshots: variables, the code that functions are made of again, and the positions of iterators."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
-from mezzo.errors import SnapshotError
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mezzo.engine.randomness import random_states, set_random_states
+from mezzo.engine.snapshots.position import generators_of, skip_batches
+from mezzo.errors import NotSavable, SnapshotError
+from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.known_types import ABSENT, Described, Parts, library_code
 from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES, FunctionPlace, place_of
-from mezzo.launch.torch.snapshots.walk import Kind, State, Walk
+from mezzo.launch.torch.snapshots.walk import ObjectKind, RowParts, Turn, Walk
 
 _OF_ITERTOOLS = "chain cycle islice count repeat accumulate starmap takewhile dropwhile zip_longest product"
 CALLED: dict[str, Any] = {
@@ -33,7 +40,7 @@ def call(walk: Walk, by: str, arguments: Mapping[str, Any], named: Mapping[str, 
     return "call", {"by": by, "arguments": walk.items(arguments.values(), arguments), "named": walk.named(named or {})}
 
 
-def called(state: State) -> Any:
+def called(state: RowParts) -> Any:
     """Return the result of a call."""
     return CALLED[state["by"]](*state["arguments"], **state["named"])
 
@@ -52,9 +59,6 @@ def partial(walk: Walk, value: Any) -> Described:
     """Describe a ``functools.partial``."""
     arguments = {f"[{n}]": one for n, one in enumerate(value.args)}
     return call(walk, "partial", {"func": value.func, **arguments}, value.keywords)
-
-
-# --- functions and classes -------------------------------------------------------------------------------------------------
 
 
 def function(walk: Walk, value: Any) -> Described:
@@ -85,7 +89,7 @@ def _home(walk: Walk, code: types.CodeType, variables: dict[str, Any]) -> Parts:
     return {"file": file, "module": module, "place": walk.items(place_of(code))}
 
 
-def _new_function(state: State) -> Any:
+def _new_function(state: RowParts) -> Any:
     files, place = state.restoration.files, FunctionPlace(*state["place"])
     code: types.CodeType | None
     if state.kind == "library function":
@@ -101,7 +105,7 @@ def _new_function(state: State) -> Any:
     return made
 
 
-def _fill_function(value: Any, state: State) -> None:
+def _fill_function(value: Any, state: RowParts) -> None:
     value.__defaults__, value.__kwdefaults__ = state["__defaults__"], state["__kwdefaults__"]
     value.__dict__.update(state["attributes"])
 
@@ -114,7 +118,7 @@ def cell(walk: Walk, value: Any) -> Described:
         return "cell", {}
 
 
-def _fill_cell(value: Any, state: State) -> None:
+def _fill_cell(value: Any, state: RowParts) -> None:
     if "cell" in state:
         value.cell_contents = state["cell"]
 
@@ -141,13 +145,10 @@ def own_class(walk: Walk, value: Any) -> Described:
     return "class", {"attributes": walk.named({n: one for n, one in held.items() if not isinstance(one, _DESCRIPTORS)})}
 
 
-def _fill_class(value: Any, state: State) -> None:
+def _fill_class(value: Any, state: RowParts) -> None:
     for name, new in state["attributes"].items():
         if vars(value).get(name, ABSENT) is not new:
             setattr(value, name, new)
-
-
-# --- generators ------------------------------------------------------------------------------------------------------------
 
 
 def generator(walk: Walk, value: Any) -> Described:
@@ -179,7 +180,7 @@ def generator(walk: Walk, value: Any) -> Described:
     }
 
 
-def _new_generator(state: State) -> Any:
+def _new_generator(state: RowParts) -> Any:
     if state.get("ended"):
         return iter(())
     made = _new_function(state)
@@ -196,13 +197,160 @@ class _Gone:
     """The referent of a reference to nothing."""
 
 
-KINDS: dict[str, Kind] = {
-    "call": Kind(called),
-    "function": Kind(_new_function, _fill_function),
-    "library function": Kind(_new_function, _fill_function),
-    "cell": Kind(lambda state: types.CellType(), _fill_cell),
-    "frame cell": Kind(lambda state: state.restoration.frame_cells[state["frame"], state["name"]]),
-    "class": Kind(fill=_fill_class),
-    "generator": Kind(_new_generator),
-    "weak reference": Kind(lambda state: weakref.ref(_Gone() if state["to"] is None else state["to"])),
+_EMPTY: list[Any] = [[], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b""]
+_REVERSIBLE: list[Any] = [[], {}, {}.items(), {}.values()]
+ITERATOR_TYPES: list[type] = [
+    *(type(iter(one)) for one in _EMPTY),
+    *(type(reversed(one)) for one in _REVERSIBLE),
+    type(iter(int, 1)),
+    *(one for name, one in CALLED.items() if isinstance(one, type) and hasattr(one, "__next__")),
+]
+_NAMES = {id(one): name for name, one in CALLED.items()}
+
+
+def iterator(walk: Walk, value: Any) -> Described:
+    """Describe one of Python's own iterators: what makes it again, and its position."""
+    by, arguments, *at = value.__reduce__()
+    name = _NAMES.get(id(by)) or type(value).__name__
+    if name not in CALLED:
+        raise walk.refusal(value)
+    _, parts = call(walk, name, {f"[{n}]": one for n, one in enumerate(arguments)})
+    return "iterator", parts | ({"at": at[0]} if at else {})
+
+
+def _fill_iterator(value: Any, state: RowParts) -> None:
+    if "at" in state:
+        value.__setstate__(state["at"])
+
+
+class TqdmIterator:
+    """What ``tqdm.__iter__`` yields, as an object with a position instead of a generator."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar, self.iterator = bar, iter(bar.iterable)
+
+    def __iter__(self) -> TqdmIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self.iterator)
+        except StopIteration:
+            self.bar.close()
+            raise
+        self.bar.update(1)
+        return item
+
+
+class OwnIterator:
+    """An iterator of the script's own class: the loop must not call its ``__iter__`` once more, which may begin anew."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+def iterator_of(iterable: Any) -> Iterator[Any]:
+    """Return what a ``for`` statement would iterate over."""
+    iterator = iter(iterable)
+    is_own = isinstance(getattr(type(iterator), "__iter__", None), FunctionType)
+    return (
+        OwnIterator(iterator) if is_own and not isinstance(iterator, (_BaseDataLoaderIter, TqdmIterator)) else iterator
+    )
+
+
+POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
+"""Iterators that are made anew at a position."""
+
+
+def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
+    """Keep, for each pass over a loader, what its order follows from, until ``patches`` are undone.
+
+    Args:
+        patches: what is changed in torch and tqdm.
+        capture: returns the state of a loader's samplers, as JSON and tensors.
+    """
+
+    def deliver(original: Any, iterator: Any) -> Any:
+        if iterator._mezzo_first is None:  # samplers begin at the first request
+            iterator._mezzo_first = _states(iterator._mezzo_loader)
+            iterator._mezzo_samplers = capture(iterator._mezzo_loader)
+        return original(iterator)
+
+    patches.around(_BaseDataLoaderIter, "__init__", _begin)
+    patches.around(_BaseDataLoaderIter, "__next__", deliver)
+    if "tqdm" in sys.modules:
+        tqdm = sys.modules["tqdm.std"].tqdm
+
+        patches.around(tqdm, "__iter__", lambda original, bar: TqdmIterator(bar))
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    return {**random_states(), "loader": [generator.get_state() for generator in generators_of(loader)]}
+
+
+def _set(states: dict[str, Any], loader: Any) -> None:
+    set_random_states(states)
+    for generator, state in zip(generators_of(loader), states["loader"], strict=True):
+        generator.set_state(state)
+
+
+def _begin(original: Any, iterator: Any, loader: Any) -> None:
+    iterator._mezzo_loader, iterator._mezzo_began = loader, _states(loader)
+    iterator._mezzo_first = iterator._mezzo_samplers = None
+    original(iterator, loader)
+
+
+def loader_pass(walk: Walk, value: Any) -> Described:
+    """Describe a pass over a loader: how it began, and how many batches it has delivered."""
+    if getattr(value._mezzo_loader, "persistent_workers", False):
+        raise NotSavable(
+            "a DataLoader has persistent_workers=True: the random generators of its workers cannot be read",
+            hint="pass persistent_workers=False",
+        )
+    parts: Parts = {name: getattr(value, f"_mezzo_{name}") for name in ("loader", "began", "first", "samplers")}
+    parts |= {"delivered": value._num_yielded, "class": type(value)}
+    fetcher: Any = getattr(value, "_dataset_fetcher", None)
+    stream = getattr(fetcher, "dataset_iter", None)
+    return "pass", parts | ({} if stream is None else {"stream": stream, "ended": fetcher.ended})
+
+
+def _reopen(shell: Any, state: RowParts) -> None:
+    """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
+    loader: DataLoader[Any] = state["loader"]
+    delivered, samplers, first = state["delivered"], state["samplers"], state["first"]
+    state.restoration.set_samplers(loader, samplers)
+    _set(state["began"], loader)
+    type(shell).__init__(shell, loader)
+    if first is not None:
+        if not hasattr(shell, "_workers"):
+            state.restoration.set_samplers(loader, samplers)
+            _set(first, loader)
+        if "stream" in state:
+            shell._dataset_fetcher.dataset_iter, shell._dataset_fetcher.ended = state["stream"], state["ended"]
+            shell._num_yielded = delivered
+        elif skip_batches(shell, delivered) < delivered:
+            raise SnapshotError(
+                f"the DataLoader has fewer than the {delivered} batches that it had delivered",
+                hint="resume with the same script, the same arguments and the same data",
+            )
+        shell._mezzo_first, shell._mezzo_samplers = first, samplers
+
+
+KINDS: dict[str, ObjectKind] = {
+    "call": ObjectKind(called),
+    "function": ObjectKind(_new_function, _fill_function),
+    "library function": ObjectKind(_new_function, _fill_function),
+    "cell": ObjectKind(lambda state: types.CellType(), _fill_cell),
+    "frame cell": ObjectKind(lambda state: state.restoration.frame_cells[state["frame"], state["name"]]),
+    "class": ObjectKind(fill=_fill_class),
+    "generator": ObjectKind(_new_generator),
+    "weak reference": ObjectKind(lambda state: weakref.ref(_Gone() if state["to"] is None else state["to"])),
+    "iterator": ObjectKind(called, _fill_iterator, Turn.LAST),
+    "pass": ObjectKind(lambda state: state.type(_BaseDataLoaderIter).__new__(state["class"]), _reopen, Turn.LAST),
 }

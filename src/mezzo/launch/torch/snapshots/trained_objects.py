@@ -27,7 +27,7 @@ from mezzo.engine.session_guard import (
 )
 from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.structure import placed, placed_model, placed_optimizer
-from mezzo.launch.torch.restoring import find_premade
+from mezzo.launch.torch.script_objects import find_premade
 from mezzo.launch.torch.state import TorchRun
 from mezzo.records import Alarm, AlarmKind, Rewind
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mezzo.launch.files_read import FilesRead, files_read
+from mezzo.launch.recording import FilesRead, files_read
 
 BEGAN, STARTED = 1_700_000_000.5, 1_700_000_100.5
 
@@ -215,7 +215,7 @@ def test_nothing_is_heard_outside(tmp_path: Path) -> None:
 
 
 def test_a_run_that_reads_a_million_files_forgets_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.launch.files_read._MAX_PATHS", 3)
+    monkeypatch.setattr("mezzo.launch.recording._MAX_PATHS", 3)
     files = FilesRead(since_s=BEGAN, before_s=STARTED)
     for number in range(8):
         files.read(written(tmp_path / f"{number}.pt", STARTED - 9.25))
