@@ -38,7 +38,7 @@ from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
 from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Part, carry_out
+from mezzo.studies.loop import Wanted, carry_out
 
 _MAX_SUSPECTS = 3
 _MOST_TO_LOCATE = 2
@@ -66,11 +66,11 @@ def diagnose_script(
     runs: list[ScriptRun] = []
     untried = ""
 
-    def next_part() -> Part | None:
+    def next_part() -> Wanted | None:
         planned = _from_start(next_run(runs), runs[0]) if runs else _first_run(request, steps)
         if planned is None:
             return None
-        return Part(
+        return Wanted(
             says=f"the script runs again, {planned.reason}" if runs else "",
             do=lambda: runs.append(_run(planned, request, len(runs) + 1, child, stop)),
         )
