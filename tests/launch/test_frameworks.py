@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.children.script_text import needs, own_sources, spec_of
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of, needs, own_sources, spec_of
+from mezzo.launch.frameworks import framework_of
 from mezzo.launch.keras import observed_keras
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.request import Request

@@ -14,9 +14,9 @@ from typing import Literal
 
 import pytest
 
+from mezzo.children.signals import stoppable
 from mezzo.launch import on_cluster as engine
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.records import CheckRecord, CompareRecord, FallbackRecord, RunRecord, read_record, write_record
 from paths import SCRIPTS
 from record_builders import run_record

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.resuming import Waves
 from mezzo.launch.side_by_side import Ended, output_of, run_label
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.records import AnyRecord, RunRecord
 from record_builders import run_record
 

@@ -66,7 +66,6 @@ MAY_IMPORT = {
     "temporary": "",
     "library_files": "",
     "readable": "",
-    "as_python": "",
     "formats": "",
     "devices": "formats",
     "gpus": "errors devices",
@@ -77,17 +76,18 @@ MAY_IMPORT = {
     "policy": "errors formats devices oplists policyfields explain",
     "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
     "records": "errors secrets readable lazy_names records",  # with each command's record
+    "children": "children",  # below measure, whose predictions run scripts, and launch
     "engine": f"{FACTS} engine",
-    "measure": f"{FACTS} engine measure",
+    "measure": f"{FACTS} children engine measure",
     "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
-    "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
+    "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch commands",
     "report": "errors error_texts secrets readable records report",  # with each command's page
     "notebook": "temporary records report",
-    "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
-    "commands": f"{FACTS} frameworks engine measure observe patching launch report cli commands __init__",
-    "cli": f"{FACTS} engine measure observe patching launch report cli commands __init__",
+    "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
+    "commands": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
+    "cli": f"{FACTS} children engine measure observe patching launch report cli commands __init__",
     "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
@@ -647,7 +647,7 @@ SENTENCES_READ = {
     "cli/usage.py": "errors of click and pydantic, and the command that was typed",
     "launch/recording.py": "Python's tracebacks",
     "launch/ranks/blame.py": "faulthandler's tracebacks",
-    "launch/guard.py": "the kernel's /proc/PID/status",
+    "children/guard.py": "the kernel's /proc/PID/status",
     "notebook.py": "Python's NameError in the output of a cell",
     "measure/predict/script/tapes.py": "errors of Python and the output of the process that traced",
     "devices.py": "names of GPUs",

@@ -10,8 +10,10 @@ import atexit
 import concurrent.futures.thread
 import errno
 import hashlib
+import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
@@ -20,15 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo.as_python import run_as_python
+from mezzo.children.as_python import run_as_python
+from mezzo.children.script_text import names_cuda, spec_of
+from mezzo.children.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.frameworks import Framework, names_cuda, spec_of
+from mezzo.launch.frameworks import Framework
 from mezzo.launch.patches import Patches
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.blame import write_position_on_signal
 from mezzo.launch.recording import Ending, MetricReader, MetricStream, files_read, guarded, record_of
 from mezzo.launch.request import NO_RECORD, Request, ScriptFile
-from mezzo.launch.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.training import StepLimit, Training, training_in
 from mezzo.measure.environment import surroundings
@@ -36,26 +39,24 @@ from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
 
+_READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
+"""Environment variables that torch's compiler reads when it is imported and never again; it reads and sets its cache's folder later."""
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 """Errors of a full disk, or of one on which the user may write no more."""
 
 
-def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
-    """Run the script of the request in ``argv`` and return the exit code.
-
-    Args:
-        argv: the request, as returned by ``Request.packed``.
-        late_settings: called at the end; returns the settings that the script made too late to take effect.
-    """
+def main(argv: list[str]) -> int:
+    """Run the script of the request in ``argv``, as returned by ``Request.packed``, and return the exit code."""
     try:
-        return _run(argv, late_settings)
+        return _run(argv)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         return NO_RECORD  # the command says why
 
 
-def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
+def _run(argv: list[str]) -> int:
+    compiler_settings = _compiler_settings() if "torch._dynamo" in sys.modules else None
     reopen_input()
     request = Request.unpacked(argv[0])
     pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
@@ -95,7 +96,7 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
             shell=shell,
             ran=(started_at_s, duration_s),
             digest=digest,
-            late_settings=late_settings(),
+            late_settings=[] if compiler_settings is None else _late_settings(compiler_settings),
             files_read=files.found,
             metric=reader.metric() if reader else None,
             input_elements=input_elements(),
@@ -116,6 +117,17 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
     if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
         _exit_without_shutdown(exit_code, run_atexit=not signalled)
     return exit_code
+
+
+def _compiler_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
+
+
+def _late_settings(before: dict[str, str]) -> list[Reason]:
+    """Return the compiler's variables that were set after its import: by a package, since the script names none."""
+    why = "it was set while the script ran, after the compiler had read it: set it in the shell"
+    changed = sorted(before.items() ^ _compiler_settings().items())
+    return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
 
 
 def _prepare_process(request: Request) -> None:
@@ -219,10 +231,8 @@ while holding the GIL, which that thread needs to release the last all-reduce (t
 
 def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
-        words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
-        sys.argv = [request.stand_in.module, *words]
-        namespace = run_as_python(request.stand_in.module, module=True)
-    elif run_file is not None:
+        importlib.import_module(request.stand_in.module).provide(without_amp=True)
+    if run_file is not None:
         script = _file_of(request)
         sys.path[0] = script.folder
         namespace = run_file(script)

@@ -18,8 +18,6 @@ _FILE_PREFIX = "@"
 """Begins a word that is the name of a file with the request, not the request itself."""
 NO_RECORD = 74
 """The exit code of a child process that could not write its record."""
-WITHOUT_AMP = "--without-amp"
-"""Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
 _LONGEST_BYTES = 100_000
 """Linux allows 131072 bytes per word; a script's arguments may be the names of thousands of files."""
 
@@ -34,13 +32,11 @@ def _read(value: Policy | str | None) -> Policy | None:
 
 
 class StandIn(BaseModel):
-    """A module that runs the script and provides a package that is not installed."""
+    """A module whose ``provide`` makes a package importable that is not installed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     module: str
-    options: tuple[str, ...]
-    """The words before the script's name."""
     reason: Reason
     """The entry for the record."""
 

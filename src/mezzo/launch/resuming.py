@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mezzo.children.signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.side_by_side import Engine
-from mezzo.launch.signals import stoppable
 from mezzo.records import AnyRecord, RunRecord, record_at
 from mezzo.records.files import write_whole
 from mezzo.records.run import RUN_NAME

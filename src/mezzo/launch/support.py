@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, TypeAlias, TypeGuard
 
+from mezzo.children.script_text import own_trees
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of, own_trees
+from mezzo.launch.frameworks import framework_of
 
 if TYPE_CHECKING:
     from mezzo.launch.patches import Patches

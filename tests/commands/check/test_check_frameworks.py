@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
+from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import NextStage, next_stage
 from mezzo.commands.check.runs import Check, CheckSettings
 from mezzo.errors import ScriptError
 from mezzo.launch.resuming import Finished, Waves
 from mezzo.launch.side_by_side import one_after_another
-from mezzo.launch.signals import stoppable
 
 NAN = float("nan")
 

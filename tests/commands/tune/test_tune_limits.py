@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
+from mezzo.children.signals import stoppable
 from mezzo.commands.tune.plan import Configuration, SearchKnowledge, Trial
 from mezzo.commands.tune.runs import Tune
 from mezzo.launch.resuming import Finished
-from mezzo.launch.signals import stoppable
 from mezzo.records import AS_IS, AnyRecord, RunRecord, write_record
 
 NOW, OTHER = Configuration(policy=AS_IS), Configuration(policy="bf16")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from mezzo.children.signals import Stopped
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.trials import Ahead
 from mezzo.launch.ranks.leading import leader
@@ -13,7 +14,6 @@ from mezzo.launch.ranks.merged import folder_of_rank
 from mezzo.launch.request import Request
 from mezzo.launch.resuming import Waves, named_arguments
 from mezzo.launch.side_by_side import output_of
-from mezzo.launch.signals import Stopped
 from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy

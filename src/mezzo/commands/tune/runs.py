@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mezzo.children.signals import Stop, stoppable
 from mezzo.commands.tune.plan import (
     FINAL,
     SearchKnowledge,
@@ -23,7 +24,6 @@ from mezzo.commands.tune.plan import (
 )
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.launch.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments
-from mezzo.launch.signals import Stop, stoppable
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 
