@@ -291,19 +291,14 @@ def test_a_module_runs_from_the_folder_it_is_called_in(tmp_path: Path, monkeypat
     assert ended.record.script_sha256 == hashlib.sha256((package / "first.py").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("is_imported", "late"), [(True, ["TORCHDYNAMO_VERBOSE", "TORCH_COMPILE_DISABLE"]), (False, [])]
-)
+@pytest.mark.parametrize(("compiler", "late"), [("os", ["TORCHDYNAMO_VERBOSE", "TORCH_COMPILE_DISABLE"]), ("none", [])])
 def test_settings_that_came_too_late_are_in_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_imported: bool, late: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, late: list[str]
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")
-    if is_imported:
-        monkeypatch.setitem(sys.modules, "torch._dynamo", sys.modules.get("torch._dynamo", ModuleType("torch._dynamo")))
-    else:
-        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setattr(child, "_COMPILER", compiler)
     sets = "".join(
         f"os.environ[{name!r}] = '2'\n" for name in (*late, "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_VERBOSE", "PATH")
     )

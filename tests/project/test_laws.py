@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "measure": f"{FACTS} children engine measure",
     "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
-    "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
+    "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # composes counters and observers
     "callables": f"{FACTS} measure observe launch commands",
     "report": "errors error_texts secrets readable records report",  # with each command's page
     "notebook": "temporary records report",

@@ -36,7 +36,7 @@ from mezzo.children.guard import PASSED_ON, STOPPING, die_with_parent
 from mezzo.children.script_text import Kind, files_to_search, shared_libraries
 from mezzo.children.signals import Guarded
 
-_COMPILER = "torch._dynamo"
+_IMPORTED_LATE = "torch._dynamo"
 """The compiler, which torch imports when a script constructs its first optimizer."""
 
 _READ_BY_COMPILER = re.compile(rb"\b(?!TORCHELASTIC)(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
@@ -264,7 +264,7 @@ def _import(programs: Sequence[str], libraries: Sequence[str]) -> _Imported:
         generators = _generators()  # what is frozen is not listed
         # Without the compiler, because Triton calls its own objects a leak if they are not collected.
         gc.freeze()
-        packages += _import_shared([_COMPILER])
+        packages += _import_shared([_IMPORTED_LATE])
     except Exception as error:  # a run without the server shows it where the script's errors appear
         also = "".join(f" and {name}" for name in libraries)
         failure = f"importing PyTorch and its compiler{also} failed: {type(error).__name__}: {error}"

@@ -39,6 +39,8 @@ from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
 
+_COMPILER = "torch._dynamo"
+"""Imported before the script only where runs are forked."""
 _READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
 """Environment variables that torch's compiler reads when it is imported and never again; it reads and sets its cache's folder later."""
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    compiler_settings = _compiler_settings() if "torch._dynamo" in sys.modules else None
+    compiler_settings = _compiler_settings() if _COMPILER in sys.modules else None
     reopen_input()
     request = Request.unpacked(argv[0])
     pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
