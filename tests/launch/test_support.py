@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from mezzo import cli
-from mezzo.launch.support import LIMITED, Stage, on_backend, refusal, stage_of
+from mezzo.frameworks.keras import stage_on
+from mezzo.launch.support import LIMITED, refusal, stage_of
 from mezzo.records.run import INSPECTING, inspecting
 
-IN: dict[Stage, str] = {
+IN: dict[str, str] = {
     "Keras on tensorflow": "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\nimport keras\n",
     "Keras on jax": "import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras\n",
     "Paddle": "import paddle\n",
 }
 OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
 OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
-TAKEN: list[tuple[str, Stage]] = [
+TAKEN: list[tuple[str, str]] = [
     ("mezzo audit", "Keras on tensorflow"),
     ("mezzo diagnose", "Keras on tensorflow"),
     *((f, "Paddle") for f in OBSERVE),
@@ -27,7 +28,7 @@ CASES = [(feature, stage) for feature in LIMITED for stage in IN if (feature, st
 
 @pytest.mark.parametrize(("feature", "stage"), CASES)
 def test_a_refusal_is_one_error_with_one_hint_before_anything_runs(
-    feature: str, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    feature: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(IN[stage] + "open('ran', 'w')\n", encoding="utf-8")
@@ -46,7 +47,7 @@ def test_pytorch_scripts_are_taken_by_all(feature: str) -> None:
 
 
 @pytest.mark.parametrize(("feature", "stage"), TAKEN)
-def test_what_is_taken_is_not_refused(feature: str, stage: Stage) -> None:
+def test_what_is_taken_is_not_refused(feature: str, stage: str) -> None:
     assert refusal(feature, stage) is None
 
 
@@ -60,7 +61,7 @@ def test_what_is_taken_is_not_refused(feature: str, stage: Stage) -> None:
         ("Paddle", "paddle 3.3.0"),
     ],
 )
-def test_records_and_scripts_agree_on_what_is_inspected(stage: Stage, framework: str) -> None:
+def test_records_and_scripts_agree_on_what_is_inspected(stage: str, framework: str) -> None:
     taken = [name for name in INSPECTING if refusal(f"mezzo {name}", stage) is None]
     assert list(inspecting(framework)) == taken
 
@@ -68,7 +69,7 @@ def test_records_and_scripts_agree_on_what_is_inspected(stage: Stage, framework:
 @pytest.mark.parametrize("feature", OBSERVE)
 def test_a_backend_chosen_in_the_run_is_refused_in_the_run(feature: str) -> None:
     assert refusal(feature, "Keras") is None
-    refused = refusal(feature, on_backend("jax"), target="train.py")
+    refused = refusal(feature, stage_on("jax"), target="train.py")
     assert refused is not None
     assert refused.hint.startswith(f"KERAS_BACKEND=torch {feature} train.py")
 

@@ -53,7 +53,7 @@ def _trees_are_forgotten() -> Iterator[None]:
 # --- the laws as data: change them deliberately --------------------------------------------------
 
 FACTS = (
-    "errors error_texts version secrets readable as_python temporary library_files formats devices gpus"
+    "errors error_texts version secrets readable temporary library_files formats devices gpus"
     " cuda_kernels oplists policyfields policy explain records"
 )
 MAY_IMPORT = {
@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "explain": "oplists devices policyfields",
     "policyfields": "errors formats devices",
     "policy": "errors formats devices oplists policyfields explain",
-    "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
+    "frameworks": "children errors formats devices oplists explain policyfields policy frameworks",  # what is known of the others
     "records": "errors secrets readable lazy_names records",  # with each command's record
     "children": "children",  # below measure, whose predictions run scripts, and launch
     "engine": f"{FACTS} engine",
@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "notebook": "temporary records report",
     "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "commands": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
-    "cli": f"{FACTS} children engine measure observe patching launch report cli commands __init__",
+    "cli": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
     "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }

@@ -124,22 +124,19 @@ def _files_of(folder: Path, parts: list[str]) -> list[Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted names that code imports; TensorFlow's Keras, however it is reached, as ``tensorflow.keras``."""
-    tensorflow = {"tensorflow"}
-    """TensorFlow's names in this file."""
+    """Yield the dotted names that code imports, and those of the attributes that it reads of imported modules: ``np.random``."""
+    modules: dict[str, str] = {}
+    """The imported modules by their names in this file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-            tensorflow |= {alias.asname for alias in node.names if alias.name == "tensorflow" and alias.asname}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):  # from . import model
             yield from (alias.name for alias in node.names)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "keras":
-            owner = node.value
-            if isinstance(owner, ast.Name) and owner.id in tensorflow:
-                yield "tensorflow.keras"
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    yield from dict.fromkeys(f"{modules[name]}.{node.attr}" for node in read if (name := node.value.id) in modules)  # type: ignore[attr-defined]
 
 
 def shared_libraries(target: str, *, kind: Kind) -> list[str]:

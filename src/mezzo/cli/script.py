@@ -31,7 +31,6 @@ from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
-    from mezzo.launch.frameworks import Framework
     from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
     from mezzo.launch.resuming import Finished
     from mezzo.launch.targets import Target
@@ -62,9 +61,9 @@ class Script:
         return "module" if self.as_module else "script"
 
     @property
-    def framework(self) -> Framework:
+    def framework(self) -> str:
         """The framework that the script trains in."""
-        from mezzo.launch.frameworks import framework_of
+        from mezzo.frameworks import framework_of
 
         return framework_of(self.target, kind=self.kind)
 

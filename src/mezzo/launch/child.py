@@ -26,7 +26,7 @@ from mezzo.children.as_python import run_as_python
 from mezzo.children.script_text import names_cuda, spec_of
 from mezzo.children.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.frameworks import Framework
+from mezzo.frameworks import IMPORTED_AS, framework_called
 from mezzo.launch.patches import Patches
 from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.blame import write_position_on_signal
@@ -61,8 +61,11 @@ def _run(argv: list[str]) -> int:
     compiler_settings = _compiler_settings() if _COMPILER in sys.modules else None
     reopen_input()
     request = Request.unpacked(argv[0])
-    pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
-    shell = surroundings()
+    pid, path, shell = (
+        os.getpid(),
+        Path(request.record_path).absolute(),
+        surroundings(),
+    )  # before the script changes them
     _prepare_process(request)
     with interrupts_kill():
         train = training_in(request.framework)
@@ -98,7 +101,7 @@ def _run(argv: list[str]) -> int:
             shell=shell,
             ran=(started_at_s, duration_s),
             digest=digest,
-            late_settings=[] if compiler_settings is None else _late_settings(compiler_settings),
+            late_settings=_late_settings(compiler_settings),
             files_read=files.found,
             metric=reader.metric() if reader else None,
             input_elements=input_elements(),
@@ -125,8 +128,10 @@ def _compiler_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
 
 
-def _late_settings(before: dict[str, str]) -> list[Reason]:
-    """Return the compiler's variables that were set after its import: by a package, since the script names none."""
+def _late_settings(before: dict[str, str] | None) -> list[Reason]:
+    """Return the compiler's variables that were set after its import, by a package: a script that names one has it imported later."""
+    if before is None:
+        return []
     why = "it was set while the script ran, after the compiler had read it: set it in the shell"
     changed = sorted(before.items() ^ _compiler_settings().items())
     return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
@@ -155,7 +160,7 @@ def _recording_spawned(request: Request, training: Training) -> Iterator[Spawned
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
     # The comparison of gradients that a fallback search makes follows one process.
-    if request.framework in ("torch", "paddle") and not isinstance(request.observe, FallbackSettings):
+    if training.follows_processes and not isinstance(request.observe, FallbackSettings):
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)
@@ -288,8 +293,11 @@ def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
             hint="pass arguments that make it train until its first update; --policy as-is shows whether a loss scale of its own skips "
             "updates that are not finite",
         )
-    what, unseen = _TRAINING_CALLS[request.framework]
-    others = [name for name in _TRAINING_CALLS if name != "torch" and name in sys.modules]
+    what, not_seen = "called backward()", "torch.func's gradients are not seen"
+    if request.framework != "torch":
+        framework = framework_called(request.framework)
+        what, not_seen = framework.training_call, framework.not_seen
+    others = [name for name in IMPORTED_AS if name in sys.modules]
     if request.framework == "torch" and others:
         return ScriptError(
             f"{request.target} ended without a training step in PyTorch. A package imported {others[0]}, but no file of the script does, "
@@ -298,16 +306,8 @@ def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
         )
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
-        hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
+        hint=f"pass the script that trains, with the arguments that make it train; {not_seen}",
     )
-
-
-_TRAINING_CALLS: dict[Framework, tuple[str, str]] = {
-    "torch": ("called backward()", "torch.func's gradients are not seen"),
-    "keras": ("applied gradients by a Keras optimizer", "TensorFlow's own optimizers are not seen"),
-    "paddle": ("called backward()", "static graphs are not seen"),
-}
-"""The call that makes a training step in each framework, and a way to train that is not seen."""
 
 
 def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptError:

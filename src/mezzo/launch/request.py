@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic_core import PydanticSerializationError
 
-from mezzo.launch.frameworks import Framework
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AlarmKind, GuardAction, Placement, Reason
@@ -50,7 +49,7 @@ class Request(BaseModel):
     """Path of a script, or the name of a module."""
     kind: Literal["script", "module"]
     arguments: tuple[str, ...] = ()
-    framework: Framework = "torch"
+    framework: str = "torch"
     stand_in: StandIn | None = None
     policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
     """None leaves the script's own precision alone. In JSON it is the text that records contain."""
