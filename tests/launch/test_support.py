@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mezzo import cli
+from mezzo import cli, frameworks
 from mezzo.frameworks.keras import stage_on
+from mezzo.launch import support
 from mezzo.launch.support import LIMITED, refusal, stage_of
 from mezzo.records.run import INSPECTING, inspecting
 
@@ -78,3 +81,26 @@ def test_an_unknown_backend_is_left_to_keras(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['KERAS_BACKEND'] = 'openvino'\nimport keras\n", encoding="utf-8")
     assert stage_of(str(script), kind="script") == "Keras"
+
+
+def test_a_new_framework_is_its_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = frameworks.Framework(
+        title="New",
+        stages={"New": frozenset(("mezzo audit",))},
+        stage_of=lambda target, kind: "New",
+        training_call="took a step",
+        not_seen="others are not seen",
+        in_fp32="x",
+        lines={},
+    )
+    monkeypatch.setitem(sys.modules, "mezzo.frameworks.new", SimpleNamespace(FRAMEWORK=new))
+    monkeypatch.setattr(frameworks, "IMPORTED_AS", {**frameworks.IMPORTED_AS, "new": ("new.core",)})
+    monkeypatch.setattr(support, "IMPORTED_AS", frameworks.IMPORTED_AS)
+    script = tmp_path / "train.py"
+    script.write_text("import new as n\nn.core.fit()\n", encoding="utf-8")
+    assert frameworks.framework_of(str(script), kind="script") == "new"
+    assert stage_of(str(script), kind="script") == "New"
+    assert refusal("mezzo audit", "New") is None
+    refused = refusal("mezzo ranges", "New")
+    assert refused is not None
+    assert refused.message.endswith("allowed: PyTorch, Keras on torch, Paddle scripts")

@@ -76,9 +76,6 @@ def _run(argv: list[str]) -> int:
         files_read(request.compared_since_s) as files,
         _recording_spawned(request, training) as spawned,
     ):
-        if request.reports_progress:
-            first = None if request.compared_since_s is None else request.updated_file
-            training.report_to(reports_to(request.progress_file, first=first), every_s=EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
@@ -117,10 +114,9 @@ def _run(argv: list[str]) -> int:
     if merged is not record and isinstance(error, ScriptError):  # the processes that the script started have trained
         exit_code, error = 0, None
     _print_summary(error, merged)
-    signalled = isinstance(error, EndedBySignal)
-    ended_early = training.observer is not None or stopped or training.stopped_by_guard is not None
-    if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
-        _exit_without_shutdown(exit_code, run_atexit=not signalled)
+    _exit_if_ended_early(
+        exit_code, error, stopped=stopped or training.observer is not None or training.stopped_by_guard is not None
+    )
     return exit_code
 
 
@@ -187,15 +183,18 @@ def _in_one_line(findings: list[Finding]) -> str:
     return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
-def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
-    """End the process without Python's own shutdown, as a signal would.
+def _exit_if_ended_early(exit_code: int, error: BaseException | None, *, stopped: bool) -> None:
+    """End the process without Python's own shutdown if a signal ended the script, or if Mezzo ``stopped`` it while daemon threads run.
 
-    A script that was ended early needs this as well: with daemon threads running, Python's shutdown would abort in native code.
-
-    Args:
-        exit_code: the exit code of the process.
-        run_atexit: whether to run the script's ``atexit`` functions.
+    With these, Python's shutdown would abort in native code.
     """
+    signalled = isinstance(error, EndedBySignal)
+    if signalled or (stopped and any(thread.daemon for thread in threading.enumerate())):
+        _exit_without_shutdown(exit_code, run_atexit=not signalled)
+
+
+def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
+    """End the process as a signal would; ``run_atexit``: after the script's ``atexit`` functions."""
     if run_atexit:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -223,6 +222,9 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
 
 
 def _begin(request: Request, training: Training) -> None:
+    if request.reports_progress:
+        first = None if request.compared_since_s is None else request.updated_file
+        training.report_to(reports_to(request.progress_file, first=first), every_s=EVERY_S)
     if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots, _file_of(request))
