@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.verdicts.rates import Array, Rate, drawn, worst
 from mezzo.commands.fallback.find import default_tolerance, find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Ahead
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Ahead
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text

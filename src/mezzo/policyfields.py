@@ -14,7 +14,6 @@ Casting = Literal["none", "ops", "model"]
 LossScale = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
-Fp8Recipe = Literal["tensorwise", "rowwise"]
 Fp8Formats = Literal["ocp", "fnuz"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
@@ -32,7 +31,7 @@ WORDS: dict[str, tuple[object, ...]] = {
     "loss_scale": get_args(LossScale),
     "arithmetic": get_args(Arithmetic),
     "op_lists": get_args(OpLists),
-    "fp8_recipe": get_args(Fp8Recipe),
+    "fp8_recipe": formats.RECIPE_NAMES,
     "fp8_formats": get_args(Fp8Formats),
     "reduce": get_args(Exchanged),
     "gather": get_args(Exchanged),
@@ -80,7 +79,7 @@ class PolicyFields:
     """``native`` kernels, ``emulated`` ones, or the better of the two for the device."""
     op_lists: OpLists = "portable"
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
-    fp8_recipe: Fp8Recipe = "tensorwise"
+    fp8_recipe: str = formats.RECIPE_NAMES[0]
     """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
@@ -115,8 +114,9 @@ class PolicyFields:
     @property
     def required_formats(self) -> tuple[formats.Format, ...]:
         """The formats that the device has to compute in."""
-        if self.compute == "fp8":
-            return formats.FP8_PAIRS[self.fp8_formats]
+        recipe = recipe_of(self)
+        if recipe is not None:
+            return recipe.values, recipe.gradients
         return (formats.FORMATS[self.compute],)
 
     def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
@@ -126,8 +126,6 @@ class PolicyFields:
             UnsupportedFormatError: native arithmetic was requested on a device that has none.
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
-        if self.fp8_recipe == "rowwise":
-            supports.append(device.support_for_row_scales(self.required_formats[0]))
         worst = next((s for s in supports if s.level != "native"), supports[0])
         if not self.lowers:
             return "native", worst.reason
@@ -151,6 +149,11 @@ class PolicyFields:
             )
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"
+
+
+def recipe_of(policy: PolicyFields) -> formats.Recipe | None:
+    """Return how linear layers compute in 8 bits under ``policy``; None if they do not."""
+    return formats.RECIPES[policy.fp8_recipe, policy.fp8_formats] if policy.compute == "fp8" else None
 
 
 def check_policy(policy: PolicyFields) -> None:
@@ -227,8 +230,8 @@ def _check_combination(policy: PolicyFields) -> None:
             "op_lists=device and arithmetic=emulated contradict each other",
             hint="device lists are torch's own native kernels; emulation follows the portable lists",
         )
-    for field, default in (("fp8_recipe", "tensorwise"), ("fp8_formats", "ocp")):
-        if getattr(policy, field) != default and policy.compute != "fp8":
+    for field in ("fp8_recipe", "fp8_formats"):
+        if getattr(policy, field) != getattr(PolicyFields, field) and policy.compute != "fp8":
             raise PolicyError(
                 f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
                 hint=f"leave {field} out, or start from the preset fp8",

@@ -10,11 +10,11 @@ import pytest
 from mezzo.cli.machines import TypeAdapter, check_times, how_placed, machine_of, name_of
 from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
-from mezzo.launch.on_cluster import OnCluster
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
 from mezzo.records import Placement
+from mezzo.studies.on_cluster import OnCluster
+from mezzo.studies.side_by_side import Ended, SideBySide, Slot, one_after_another
 from record_builders import run_record
 
 H100 = Device(kind="cuda", name="NVIDIA H100", capability=(9, 0), flags=frozenset({"a"}))

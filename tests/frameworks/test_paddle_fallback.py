@@ -11,7 +11,7 @@ import pytest
 from paddle_runs import batches, network, numbers, observed, paddle
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Ahead
 from mezzo.errors import ScriptError
 from mezzo.launch.paddle.fallback import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured

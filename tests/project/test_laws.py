@@ -82,12 +82,13 @@ MAY_IMPORT = {
     "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # composes counters and observers
+    "studies": f"{FACTS} children measure launch studies",  # runs in child processes; a command says which
     "callables": f"{FACTS} measure observe launch commands",
     "report": "errors error_texts secrets readable records report",  # with each command's page
     "notebook": "temporary records report",
     "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
-    "commands": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
-    "cli": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
+    "commands": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
+    "cli": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
     "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casts.autocast_kernels import is_off_inside
 from mezzo.engine.matrix_units.emulation import Emulation, running
 from mezzo.engine.matrix_units.emulation_nodes import is_recomputed, stands_for
-from mezzo.engine.matrix_units.fp32_products import runs_in_tf32
+from mezzo.engine.matrix_units.native_units import runs_in_tf32
 from mezzo.formats import E4M3, FORMATS, FP8_PAIRS, FP32, FP64, TF32
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason

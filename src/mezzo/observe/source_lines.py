@@ -35,7 +35,7 @@ _PASSED_THROUGH = (
 _AROUND_MODES = (str(Path(_TORCH, "_dynamo", "eval_frame.py")), str(Path(_TORCH, "_compile.py")))
 """Files of torch that call the modes which torch.compile may ignore."""
 _ENGINE = (
-    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/fp8_", "kernels"),
+    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/native_units", "kernels"),
     *("optimizers/one_pass", "optimizers/adamw_and_sgd"),
 )
 _APEX = ("optimizers", "amp/optimizers", "amp/casts")

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead, name_of
+from mezzo.commands.fallback.search import Ahead, name_of
 from mezzo.errors import ScriptError
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, checked
 from mezzo.observe.module_names import covered

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.search import Allowed, stand_out
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Ahead, Allowed, stand_out
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings

@@ -19,13 +19,13 @@ from mezzo.formats import BF16, FORMATS
 from mezzo.frameworks.keras import INITIAL_SCALE
 from mezzo.frameworks.paddle import NO_EFFECT
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import named_arguments
 from mezzo.launch.runner import run_child
 from mezzo.measure.state_trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Reason, RunRecord
 from mezzo.records.run import RUN_NAME, WIDE
+from mezzo.studies.finished import named_arguments
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request

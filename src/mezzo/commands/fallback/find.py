@@ -22,8 +22,19 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mezzo.commands.fallback.search import LOST_IN_ROUNDING, Allowed, Names, in_fp32, needed, search, stand_out
-from mezzo.commands.fallback.trials import Measure, expected, guesses_for, name_of
+from mezzo.commands.fallback.search import (
+    LOST_IN_ROUNDING,
+    Allowed,
+    Measure,
+    Names,
+    expected,
+    guesses_for,
+    in_fp32,
+    name_of,
+    needed,
+    search,
+    stand_out,
+)
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale
 from mezzo.observe.module_names import covered, outermost

@@ -212,7 +212,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
 
 def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Conditions], slurm: bool) -> PredictRecord:
     """Return the record with the details of the fastest GPU that fits."""
-    from mezzo.measure.predict.detail import detail_of
+    from mezzo.measure.predict.plan import detail_of
 
     on_gpus = [one for one in record.predictions if one.gpu != values.CPU]
     best = record.model_copy(update={"predictions": on_gpus}).best

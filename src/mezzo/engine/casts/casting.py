@@ -35,6 +35,7 @@ from mezzo.engine.matrix_units.refusals import note_bf16, refusal
 from mezzo.explain import Choice
 from mezzo.formats import BF16, FORMATS, FP16
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 
 Way = Literal["none", "kernels", "overlay", "table"]
 
@@ -136,7 +137,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
         overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
-    recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
+    recipe = recipe_of(policy)
     rules: dict[Op, CastRule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:
@@ -152,7 +153,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
             rule = CastRule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
-                run = emulation(op, base, low=policy.storage.name, family=family.name, float8=recipe)
+                run = emulation(op, base, low=policy.storage.name, family=family.name, recipe=recipe)
                 rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
             rules[op] = rule
     return rules

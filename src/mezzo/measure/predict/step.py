@@ -10,7 +10,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.fp8_torchao import SizeFault, fault_of_sizes
+from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
+from mezzo.formats import RECIPE_NAMES, RECIPES
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.rates import MachineRates
@@ -165,7 +166,7 @@ def _shortened(module: str) -> str:
 
 # --- Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them -----------------
 
-# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.fp8_torchao``): sizes in multiples of 16, large
+# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
 # enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
 # three products::
 #
@@ -215,7 +216,7 @@ def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
     for op in operations:
         if op.phase == "forward" and _is_linear(op):
             layers[op.module] = op.shape.columns, op.shape.depth
-    faults = {name: fault_of_sizes(*sizes, "tensorwise") for name, sizes in layers.items()}
+    faults = {name: fault_of_sizes(*sizes, RECIPES[RECIPE_NAMES[0], "ocp"]) for name, sizes in layers.items()}
     reasons = {name: None if fault is None else _FAULTS[fault] for name, fault in faults.items()}
     if layers:
         reasons[next(reversed(layers))] = _LAST

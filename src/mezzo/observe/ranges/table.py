@@ -31,7 +31,7 @@ from mezzo.engine.kernels.exponent_bins import (
     first_normal,
     first_overflow,
 )
-from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
+from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, RECIPES, Format
 from mezzo.observe.settings import HEADROOM
 from mezzo.policy import Policy
 from mezzo.records import (
@@ -111,7 +111,7 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
 def gradient_format(policy: Policy) -> Format:
     """Return the format of gradients under ``policy``; if it lowers nothing, FP16, whose range is the question."""
     if policy.compute == "fp8":
-        return E5M2 if policy.fp8_recipe == "tensorwise" else E4M3
+        return FORMATS[RECIPES[policy.fp8_recipe, "ocp"].gradients.name]
     return policy.storage if policy.lowers else FP16
 
 

@@ -23,11 +23,11 @@ from mezzo.children.signals import Stopped, stoppable
 from mezzo.errors import RecordError, UsageError
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import read_object
 from mezzo.launch.runner import run_alone, substitute_record
-from mezzo.launch.side_by_side import Ended, LimitS, output_of, run_label, visible_gpus
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 from mezzo.records.files import write_whole
+from mezzo.studies.finished import read_object
+from mezzo.studies.side_by_side import Ended, LimitS, output_of, run_label, visible_gpus
 
 _POLL_S = 0.5
 _CANCEL_S = 15.0
