@@ -14,7 +14,7 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from mezzo.oplists import FAMILIES, python_name
-from mezzo.policy import ALIASES, PRESETS, Policy
+from mezzo.policy import POLICY_ALIASES, PRESETS, Policy
 
 # --- what the presets are ------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def test_case_does_not_matter(text: str) -> None:
 
 
 def test_every_alias_has_a_row() -> None:
-    assert set(ALIASES) == set(OTHER_NAMES) - set(PRESET_FIELDS)
+    assert set(POLICY_ALIASES) == set(OTHER_NAMES) - set(PRESET_FIELDS)
 
 
 # --- texts and files in and out ------------------------------------------------------------------

@@ -130,7 +130,7 @@ STORED_BYTES = {
     "float8_e5m2fnuz": 1,
 }
 
-ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 """torch's other names of dtypes."""
 
 FP64 = Format(name="fp64", exponent_bits=11, mantissa_bits=52, dtype_name="float64")

@@ -23,7 +23,7 @@ from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import Choices, explain, in_short
-from mezzo.policyfields import COUNTS, NAMES, RANGES, PolicyFields, check_policy
+from mezzo.policyfields import INTEGER_FIELDS, MODULE_FIELDS, RANGES, PolicyFields, check_policy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -154,20 +154,20 @@ def _preset(name: str) -> Policy:
     found = PRESETS.get(canonical(name))
     if found is None:
         raise PolicyError(
-            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name.lower()), [*PRESETS, *ALIASES])}",
+            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name.lower()), [*PRESETS, *POLICY_ALIASES])}",
             hint="name a preset, another library's name for it, or a .toml policy file",
         )
     return found
 
 
 def _read(field: str, text: str) -> Any:
-    if field in NAMES:
+    if field in MODULE_FIELDS:
         return tuple(part for part in text.split("+") if part)
     if field == "master_weights":
         return {"true": True, "false": False}.get(text.lower(), text)
     if field in RANGES:
         try:
-            return int(text) if field in COUNTS else float(text)
+            return int(text) if field in INTEGER_FIELDS else float(text)
         except ValueError:
             return text  # refused with its range by _check_numbers
     return text
@@ -212,7 +212,7 @@ def _presets() -> list[Policy]:
 
 PRESETS.update({policy.name: policy for policy in _presets()})
 
-ALIASES = {
+POLICY_ALIASES = {
     # NVIDIA Apex
     "O0": "fp32",
     "O1": "fp16",
@@ -238,4 +238,4 @@ ALIASES = {
 }
 """Other libraries' names of the presets."""
 
-_CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **ALIASES}.items()}
+_CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **POLICY_ALIASES}.items()}

@@ -10,8 +10,8 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-Casting = Literal["none", "ops", "model"]
-LossScale = Literal["none", "static", "dynamic"]
+CastingKind = Literal["none", "ops", "model"]
+LossScaleKind = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
 Fp8Formats = Literal["ocp", "fnuz"]
@@ -20,15 +20,15 @@ ReduceOrder = Literal["ring", "tree"]
 
 DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 """The fields that say how a dynamic loss scale changes."""
-COUNTS = ("growth_interval", "hysteresis", "world")
+INTEGER_FIELDS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
-NAMES = ("lower", "fp32", "widest", "fp32_modules")
+MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules")
 WORDS: dict[str, tuple[object, ...]] = {
     "compute": get_args(Compute),
-    "casting": get_args(Casting),
+    "casting": get_args(CastingKind),
     "norms": ("fp32", "compute"),
     "master_weights": (True, False),
-    "loss_scale": get_args(LossScale),
+    "loss_scale": get_args(LossScaleKind),
     "arithmetic": get_args(Arithmetic),
     "op_lists": get_args(OpLists),
     "fp8_recipe": formats.RECIPE_NAMES,
@@ -57,13 +57,13 @@ class PolicyFields:
     """The preset that it is based on."""
     compute: Compute = "fp32"
     """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
-    casting: Casting = "none"
+    casting: CastingKind = "none"
     """``ops``: operation by operation, by the op lists. ``model``: the model's weights and inputs are cast."""
     norms: Literal["fp32", "compute"] = "fp32"
     """With ``casting=model``: the format of normalisation layers."""
     master_weights: bool = False
     """With ``casting=model``: the optimizer updates FP32 copies of the weights."""
-    loss_scale: LossScale = "none"
+    loss_scale: LossScaleKind = "none"
     init_scale: float = 65536.0
     """Loss scale at the start; the loss scale itself when ``loss_scale=static``."""
     growth_factor: float = 2.0
@@ -180,14 +180,14 @@ def _check_words(policy: PolicyFields) -> None:
 def _check_numbers(policy: PolicyFields) -> None:
     for field, (low, high) in RANGES.items():
         value = getattr(policy, field)
-        kinds, noun = ((int,), "whole number") if field in COUNTS else ((int, float), "number")
+        kinds, noun = ((int,), "whole number") if field in INTEGER_FIELDS else ((int, float), "number")
         number = isinstance(value, kinds) and not isinstance(value, bool)
         if not number or not low <= value <= high:
             raise PolicyError(
                 f"policy field {field}={value!r}; allowed: a {noun} from {low:g} to {high:g}",
                 hint=f"choose {field} inside that range",
             )
-    for field in NAMES:
+    for field in MODULE_FIELDS:
         value = getattr(policy, field)
         if not isinstance(value, tuple) or not all(_is_name(v) for v in value):
             raise PolicyError(

@@ -15,7 +15,7 @@ from mezzo.launch.request import Request
 from mezzo.records import AnyRecord, RunRecord, write_record
 from mezzo.studies.finished import Finished
 from mezzo.studies.loop import Done, Part, Study, carry_out
-from mezzo.studies.side_by_side import Ended, output_of, run_label
+from mezzo.studies.side_by_side import RequestAndRecord, output_of, run_label
 from record_builders import run_record
 
 
@@ -29,7 +29,7 @@ class Engine:
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[RequestAndRecord]:
         self.waves.append([request.seed for request in requests])
         for request in requests:
             if self._interrupted:

@@ -98,7 +98,9 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run, *, num: int, 
         yield request.seed
 
 
-def made(given: list[Slot], folder: Path, asked: list[Request], *, limit_s: float | None) -> Iterator[engine.Ended]:
+def made(
+    given: list[Slot], folder: Path, asked: list[Request], *, limit_s: float | None
+) -> Iterator[engine.RequestAndRecord]:
     jobs = engine.SideBySide(given)
     with jobs.opened(folder):
         yield from jobs(asked, lambda: limit_s)

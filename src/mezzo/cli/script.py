@@ -46,7 +46,7 @@ R = TypeVar("R", bound="AnyRecord")
 class Script:
     """A script with the options of every command on a script; only commands of several runs have ``--resume``."""
 
-    target: options.Target
+    target: options.TargetArgument
     arguments: options.Arguments = None
     as_module: options.AsModule = False
     out: options.Out = None

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from mezzo.engine.arguments import ONE_PASS
 from mezzo.engine.gradients import all_parameters
 from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks
-from mezzo.engine.state import Region, SessionParts, open_window
+from mezzo.engine.state import OpenRegion, SessionParts, open_window
 from mezzo.error_texts import capture_advice
 from mezzo.errors import MezzoError, SessionError
 from mezzo.explain import Choice
@@ -45,7 +45,7 @@ REHEARSALS = 3
 class StepCalls(NamedTuple):
     """The parts of a session's step, which ``Session`` defines."""
 
-    autocast: Callable[[], Region]
+    autocast: Callable[[], OpenRegion]
     step: Callable[[Tensor], None]
     differentiate: Callable[[Tensor, float], None]
     """Runs a backward pass, given a loss and its share of the window."""

@@ -20,7 +20,7 @@ from mezzo.records.files import write_whole
 from mezzo.records.run import RUN_NAME
 
 _LONGEST = 80
-GRACE_S = 30.0
+BUDGET_GRACE_S = 30.0
 """Time that a run may take beyond a command's budget before it is killed: the estimate may have been too low."""
 LEDGER = "finished.json"
 

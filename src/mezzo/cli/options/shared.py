@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 def policy(incomplete: str) -> list[str]:
     """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
-    from mezzo.policy import ALIASES, PRESETS
+    from mezzo.policy import POLICY_ALIASES, PRESETS
     from mezzo.records import AS_IS
 
-    names = [name for name in (*PRESETS, *ALIASES, AS_IS) if name.startswith(incomplete)]
+    names = [name for name in (*PRESETS, *POLICY_ALIASES, AS_IS) if name.startswith(incomplete)]
     return [*names, *_files(incomplete, ".toml")]
 
 
@@ -79,7 +79,7 @@ def _files(incomplete: str, suffix: str) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------
 
 
-Target: TypeAlias = Annotated[
+TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT",
@@ -93,7 +93,7 @@ Arguments: TypeAlias = Annotated[
     typer.Argument(metavar="[ARGUMENTS]", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Metric: TypeAlias = Annotated[
+MetricOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="REGEX", help="Read a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
@@ -108,7 +108,7 @@ Out: TypeAlias = Annotated[
     ),
 ]
 
-Budget: TypeAlias = Annotated[
+BudgetOption: TypeAlias = Annotated[
     str,
     typer.Option(metavar="DURATION", callback=values.duration, help="Time for everything, such as 90s, 10m or 1h."),
 ]

@@ -46,7 +46,7 @@ _TAIL = 12
 
 def check(
     script: Script,
-    budget: options.Budget = "10m",
+    budget: options.BudgetOption = "10m",
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +71,7 @@ def check(
     write_patch: Annotated[
         bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
     ] = False,
-    metric: options.Metric = None,
+    metric: options.MetricOption = None,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:

@@ -31,11 +31,11 @@ from mezzo.records import (
     inspecting,
     write_record,
 )
-from mezzo.studies.finished import GRACE_S, finished_run, folder_name, named_arguments, run_name
+from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments, run_name
 from mezzo.studies.loop import Done, Part, Study, carry_out
 
 _GRACE = 0.1
-"""Share of the budget that the last run may take beyond it, up to ``GRACE_S``."""
+"""Share of the budget that the last run may take beyond it, up to ``BUDGET_GRACE_S``."""
 _FOR_FIRST = 0.5
 """Share of the budget after which a first run without a step is killed: there would be no time for the others."""
 _RANGES_STEPS, _DIAGNOSED_STEPS = 20, 200
@@ -145,7 +145,7 @@ class Check:
         return self.settings.make_request(policy, folder=folder, arguments=arguments, seed=seed, **fields)
 
     def _left_s(self) -> float:
-        return max(self._end_s - time.monotonic(), 0.0) + min(GRACE_S, _GRACE * self.settings.budget_s)
+        return max(self._end_s - time.monotonic(), 0.0) + min(BUDGET_GRACE_S, _GRACE * self.settings.budget_s)
 
     def run_script(self, stage: NextStage, folder: Path) -> RunRecord | None:
         """Run the script under one policy with one seed; None if the budget ended the run. The first may be limited to some steps."""

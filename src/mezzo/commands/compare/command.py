@@ -94,7 +94,7 @@ def compare(
         ),
     ] = None,
     checkpoint: options.Checkpoint = None,
-    metric: options.Metric = None,
+    metric: options.MetricOption = None,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:

@@ -30,7 +30,7 @@ from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
-from mezzo.observe.settings import NARROW, DiagnoseSettings, TrialChanges
+from mezzo.observe.settings import FORMATS_OF_16_BITS, DiagnoseSettings, TrialChanges
 from mezzo.patching import frameworks, torch_amp
 from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.text import Text, Unclear
@@ -149,7 +149,7 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return _at_scale_of_1(diagnosis, runs[0])
     if needs_fp32(diagnosis, runs):
         # The script's own 16-bit weights stay so under fp32: an update of them is decided by the wide run alone.
-        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in NARROW
+        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in FORMATS_OF_16_BITS
         return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32" or own_weights)
     return _with_fix(diagnosis, runs)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mezzo.children.signals import Stopped
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.search import Ahead
+from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.merged import folder_of_rank
 from mezzo.launch.request import Request
@@ -71,7 +71,7 @@ class _Children:
     def __init__(self, request: Request, folder: Path, study: Study) -> None:
         self._request, self._folder, self._study = request, folder, study
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         request = self._request_for(policy, settings)
         run = self._study.record(
             request, ahead=lambda: (self._request_for(*trial) for trial in ahead()), reuse=_finished

@@ -33,8 +33,8 @@ from mezzo.policy import Policy
 from mezzo.records import RunRecord, clear_error
 from mezzo.records.values import Value
 
-Names: TypeAlias = tuple[str, ...]
-Verify: TypeAlias = Callable[[Names], float]
+ModuleSet: TypeAlias = tuple[str, ...]
+Verify: TypeAlias = Callable[[ModuleSet], float]
 
 
 def search(
@@ -43,10 +43,10 @@ def search(
     *,
     tolerance: float,
     costs: Mapping[str, float] | None = None,
-    base: Names = (),
+    base: ModuleSet = (),
     whole: Collection[str] = (),
-    known: Mapping[Names, float] | None = None,
-) -> Names | None:
+    known: Mapping[ModuleSet, float] | None = None,
+) -> ModuleSet | None:
     """Return a 1-minimal set of ``ranked`` modules, sorted, with which the error is at most ``tolerance``; None if even all of them fail.
 
     Args:
@@ -78,7 +78,7 @@ def search(
     return kept
 
 
-def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | None:
+def _shortest(ranked: Sequence[str], passes: Callable[[ModuleSet], bool]) -> int | None:
     """Return the length of the shortest prefix that passes; the empty one is known to fail."""
     if not ranked:
         return None
@@ -96,7 +96,7 @@ def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | N
     return high
 
 
-def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+def _pruned(names: ModuleSet, passes: Callable[[ModuleSet], bool], costs: Mapping[str, float]) -> ModuleSet:
     """Return ``names``, sorted, without those that can go, until no single one can."""
     kept = outermost(names)
     while True:
@@ -106,7 +106,7 @@ def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, f
         kept = fewer
 
 
-def _pruned_once(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+def _pruned_once(names: ModuleSet, passes: Callable[[ModuleSet], bool], costs: Mapping[str, float]) -> ModuleSet:
     kept, size = names, 1
     waiting = sorted(names, key=lambda name: -costs.get(name, 0.0))
     while waiting:
@@ -121,13 +121,13 @@ def _pruned_once(names: Names, passes: Callable[[Names], bool], costs: Mapping[s
 
 
 def _opened(
-    kept: Names,
+    kept: ModuleSet,
     *,
     ranked: Sequence[str],
-    passes: Callable[[Names], bool],
+    passes: Callable[[ModuleSet], bool],
     costs: Mapping[str, float],
     whole: Collection[str],
-) -> Names:
+) -> ModuleSet:
     """Return ``kept`` with the most expensive container that can be opened replaced by what is needed inside it."""
     for name in sorted(set(kept) - set(whole), key=lambda name: -costs.get(name, 0.0)):
         inside = [other for other in ranked if other.startswith(f"{name}.")]
@@ -235,7 +235,7 @@ def in_fp32(policy: Policy, operations: Sequence[str]) -> Policy:
     return policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, *operations))), **lists)
 
 
-def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float, without: float) -> Names:
+def needed(policy: Policy, verify: Callable[[ModuleSet], float], *, tolerance: float, without: float) -> ModuleSet:
     """Return a 1-minimal set of operations that must run in FP32; empty if even all together do not help.
 
     Args:
@@ -265,19 +265,19 @@ class SearchRun(NamedTuple):
     settings: FallbackSettings
 
 
-Ahead = Callable[[], Iterable[SearchRun]]
+TrialsAhead = Callable[[], Iterable[SearchRun]]
 """Yields the runs that may be requested after the current one, the nearest first."""
 
 
 class Measure(Protocol):
     """A function that runs a few training steps under a policy."""
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         """Return the measurements and the record of the run; the runs ``ahead`` may run at the same time."""
         ...
 
 
-def name_of(kept: Names, operations: Names, *, all_steps: bool) -> str:
+def name_of(kept: ModuleSet, operations: ModuleSet, *, all_steps: bool) -> str:
     """Return a name for a run from what it keeps in FP32: the same run has the same name whatever course the search takes."""
     parts = ["kept", *kept] if kept else ["operations", *operations] if operations else ["kept", "nothing"]
     text = "+".join(parts).replace("+", "-", 1).replace("/", "_")
@@ -330,7 +330,7 @@ def _requested_after(
     """Return the run that a search requests after those with known measurements; None if it requests no more."""
     answers = iter(known)
 
-    def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def measure(policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         found = next(answers, None)
         if found is None:
             raise _RunRequested(SearchRun(policy, settings))

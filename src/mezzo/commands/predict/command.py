@@ -168,7 +168,7 @@ def predict(
         shard=job.shard if job.num_gpus > 1 else "",
         optimizer=traced.optimizer,
         channels_last=channels_last,
-        headroom=plan.HEADROOM,
+        headroom=plan.MEMORY_HEADROOM,
         predictions=predictions,
         assumptions=[
             *traced.assumptions,

@@ -416,7 +416,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
                 )
             )
         elif prediction.largest_batch:
-            why = f"predicted for {gpu.name}, {plan.HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
+            why = f"predicted for {gpu.name}, {plan.MEMORY_HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
             reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
         else:
             reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))

@@ -18,7 +18,7 @@ from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
 from mezzo.launch.request import Request, TraceRequest
 from mezzo.launch.runner import run_child
-from mezzo.measure.state_trace import RunTrace, Written, read_trace
+from mezzo.measure.state_trace import RunTrace, WrittenFile, read_trace
 from mezzo.records import RunRecord
 from mezzo.records.run import RUN_NAME
 from mezzo.studies.finished import named_arguments
@@ -190,14 +190,14 @@ def stop_of(trace: RunTrace) -> int:
     return min(last + max((following - last) // 2, 1), steps - 1)
 
 
-def checkpoints_of(written: Sequence[Written], *, work: str) -> list[str]:
+def checkpoints_of(written: Sequence[WrittenFile], *, work: str) -> list[str]:
     """Return the checkpoints that a run has left: files with state, or the folder of several that were written after the same update.
 
     Args:
         written: the files that the run wrote. Those with state are recognised by what wrote them, or by their first bytes.
         work: the folder in which the script ran, which is no checkpoint.
     """
-    last: dict[str, Written] = {}
+    last: dict[str, WrittenFile] = {}
     for file in written:
         saved = file.is_checkpoint or (file.path in last and last[file.path].is_checkpoint)
         last[file.path] = file.model_copy(update={"is_checkpoint": saved})

@@ -88,7 +88,7 @@ def tune(
             "[default: this machine's]",
         ),
     ] = None,
-    budget: options.Budget = "10m",
+    budget: options.BudgetOption = "10m",
     steps: Annotated[
         int,
         typer.Option(

@@ -23,7 +23,7 @@ from mezzo.commands.tune.plan import (
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
-from mezzo.studies.finished import GRACE_S, finished_run, folder_name, named_arguments
+from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments
 from mezzo.studies.loop import Done, Part, Study, carry_out
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
@@ -96,7 +96,7 @@ class Tune:
         return outcome
 
     def _run(self, trial: Trial) -> RunRecord:
-        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + BUDGET_GRACE_S
         if self._first_s:
             limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
         run = self.study.record(

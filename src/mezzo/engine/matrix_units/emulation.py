@@ -36,7 +36,7 @@ from mezzo.engine.matrix_units.emulation_nodes import (
     Convolution,
     FlashAttention,
     Linear,
-    Op,
+    TorchOperation,
     by_casts,
     general,
     is_sparse,
@@ -58,7 +58,7 @@ class Emulation:
     """Name of the format that the unit multiplies in."""
     recipe: Recipe | None = None
     """How 8-bit operands are scaled; None for 16-bit ones."""
-    run: Op = field(compare=False)
+    run: TorchOperation = field(compare=False)
     ran: ClassVar[bool] = False
     """Whether this process has run any emulation; until then counters need not check whether an operation belongs to one."""
 
@@ -221,7 +221,7 @@ def _convolve(
     return _convolution(input, weight, bias, transposed, (stride, padding, dilation, output_padding, groups))
 
 
-def _recurrent(op: Op) -> Op:
+def _recurrent(op: TorchOperation) -> TorchOperation:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
@@ -230,14 +230,14 @@ def _recurrent(op: Op) -> Op:
     return layer
 
 
-def _generic(op: Op) -> Op:
+def _generic(op: TorchOperation) -> TorchOperation:
     def call(*args: Any, **kwargs: Any) -> Any:
         return general(op, *args, **kwargs)
 
     return call
 
 
-SPECIAL: dict[str, Op] = {
+SPECIAL: dict[str, TorchOperation] = {
     "linear": linear,
     "matmul": matmul,
     "mm": _mm,
@@ -255,7 +255,7 @@ SPECIAL: dict[str, Op] = {
 }
 
 
-def emulation(op: Op, name: str, *, low: str, family: str, recipe: Recipe | None) -> Emulation:
+def emulation(op: TorchOperation, name: str, *, low: str, family: str, recipe: Recipe | None) -> Emulation:
     """Return the emulation of torch's ``op``.
 
     Args:
@@ -355,7 +355,7 @@ _UNSUPPORTED = "Unsupported dtype {dtype}"
 _NO_PLAN = "cuFFT doesn't support tensor of type: {dtype}"
 
 
-def fft(op: Op, name: str, *, refuses: bool) -> Op:
+def fft(op: TorchOperation, name: str, *, refuses: bool) -> TorchOperation:
     """Return the transform ``name`` for 16-bit operands, as CUDA computes it.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, SGDSettings
-from mezzo.engine.kernels.storage import KINDS
+from mezzo.engine.kernels.storage import MOMENT_DTYPES
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.errors import PolicyError, SessionError
 
@@ -68,7 +68,7 @@ class AdamW(OnePass):
         _check_range(lr=(lr, 0, None), eps=(eps, 0, None), weight_decay=(weight_decay, 0, None))
         _check_range(beta1=(betas[0], 0, 1), beta2=(betas[1], 0, 1))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
+        _check_choices(moments=(moments, tuple(MOMENT_DTYPES)), rounding=(rounding, ("nearest", "stochastic")))
         storage = {"moments": moments, "rounding": rounding}
         of_torch = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **of_torch, **storage})
@@ -128,7 +128,7 @@ class SGD(OnePass):
                 hint="Nesterov's momentum needs a momentum above 0 and no dampening",
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
+        _check_choices(moments=(moments, tuple(MOMENT_DTYPES)), rounding=(rounding, ("nearest", "stochastic")))
         storage = {"moments": moments, "rounding": rounding}
         of_torch = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **of_torch, **storage})

@@ -26,7 +26,7 @@ from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels import cpu, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import (
-    KINDS,
+    MOMENT_DTYPES,
     SIGNED,
     as_fp32,
     gradient_as,
@@ -214,9 +214,9 @@ class OnePass(torch.optim.Optimizer):
 
     def _fitted(self, parameter: nn.Parameter, kept: Tensor, kind: str, *, signed: bool) -> Tensor:
         """Return a moment in the format ``kind`` with the parameter's strides: itself if it has both already."""
-        packed, weight = kept.dtype is KINDS["8bit"], local(parameter)
+        packed, weight = kept.dtype is MOMENT_DTYPES["8bit"], local(parameter)
         strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
-        if kept.dtype is KINDS[kind] and (not packed or strides == weight.stride()):
+        if kept.dtype is MOMENT_DTYPES[kind] and (not packed or strides == weight.stride()):
             return kept if packed else laid_out_as(weight, kept)
         values = as_fp32(kept, weight.shape, strides if packed else kept.stride(), signed=signed)
         return stored_as(kind, laid_out_as(weight, values), signed=signed)

@@ -32,7 +32,7 @@ from mezzo.measure.predict.time import HALF_FORMATS, fitted
 from mezzo.policy import canonical
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
-HEADROOM = 0.13
+MEMORY_HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
 PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
 """Policies that can be predicted."""
@@ -282,7 +282,7 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
     gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
-        return _fits(tapes, batch, conditions, policy, headroom=HEADROOM)
+        return _fits(tapes, batch, conditions, policy, headroom=MEMORY_HEADROOM)
 
     if tapes.second is None:
         return None

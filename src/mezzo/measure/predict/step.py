@@ -111,7 +111,7 @@ class PredictedStep:
         self.note += f". They {comparison} in BF16, casts included"
         self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
         self.operation_s[indices] = bounds.total
-        self.num_launches += CASTS * len(indices)
+        self.num_launches += CAST_KERNELS * len(indices)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
@@ -177,7 +177,7 @@ def _shortened(module: str) -> str:
 # torch.compile makes them. FP8 loses where a product has few rows and columns for the size of its operands: the casts then cost more
 # than the faster units gain.
 
-CASTS = 4
+CAST_KERNELS = 4
 """Kernels that prepare one product: two for each operand."""
 _CAST_BYTES = 2 + 2 + 1
 _LINEAR = ("addmm", "mm")
@@ -242,4 +242,4 @@ def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Const
     shapes = [op.shape for op in operations]
     elements = np.array([s.products * s.depth * (s.rows + s.columns) for s in shapes], dtype=np.float64)
     casts = elements * _CAST_BYTES / (gpu.bandwidth_bytes_per_s * c.bandwidth)
-    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CASTS * c.latency_s)
+    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CAST_KERNELS * c.latency_s)

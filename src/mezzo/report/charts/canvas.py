@@ -44,9 +44,9 @@ class Layout:
     label_length: int
 
 
-WIDE = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
-NARROW = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
-LAYOUTS = (WIDE, NARROW)
+WIDE_LAYOUT = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
+NARROW_LAYOUT = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
+LAYOUTS = (WIDE_LAYOUT, NARROW_LAYOUT)
 TOP, BOTTOM = 26, 40
 _MIN_LEFT = 36
 _DIGIT_WIDTH = 7.8  # pixels, of a wide digit at the page's font size

@@ -53,7 +53,7 @@ _DUNDERS = {
     "mul": "__mul__ __rmul__",
     "div": "__truediv__",
 }
-_OTHER_NAMES = {other: name for other, name in oplists.ALIASES.items() if not other.startswith("__")}
+_OTHER_NAMES = {other: name for other, name in oplists.SYNONYMS.items() if not other.startswith("__")}
 _NAMESAKES = {"linalg.cross"}
 """Functions with the name of a listed operation that are a different operation."""
 _COMPOSED = {
