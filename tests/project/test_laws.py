@@ -482,6 +482,7 @@ FRAMEWORKS_NAMED = {
     "commands/diagnose/words.py": "what a library cannot do",
     "commands/fallback/find.py": "what a library cannot do",
     "commands/tune/command.py": "what is not predicted of a library",
+    "policy.py": "the names that a library has for the presets, which the command line accepts before any framework is known",
 }
 
 
@@ -833,6 +834,7 @@ def _assigned(source: str) -> Iterator[tuple[str, ast.expr]]:
 SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
 SAME_FOR_EACH_TRACKER = "report/tracking/"
 SAME_EVERYWHERE = {
+    "FRAMEWORK": "the description of each framework",
     "HELP": "what the parser reads of each command",
     "KINDS": "the kinds of objects that a file of a snapshot restores",
 }
