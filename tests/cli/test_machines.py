@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from mezzo.cli.machines import TypeAdapter, check_times, how_placed, machine_of, name_of
+from mezzo.cli.machines import check_times, how_placed, machine_of, name_of
 from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.request import Request

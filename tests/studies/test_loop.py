@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.records import AnyRecord, RunRecord, write_record
 from mezzo.studies.finished import Finished
-from mezzo.studies.loop import Done, Part, Study, carry_out
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
 from mezzo.studies.side_by_side import RequestAndRecord, output_of, run_label
 from record_builders import run_record
 
@@ -121,12 +121,12 @@ def learned(folder: Path, names: Sequence[str], *, lost: str = "", stop_in: str 
         found.append(f"{name} {'resumed' if done.resumed else 'ran' if done.record is not None else 'lost'}")
         return f"learned {name}"
 
-    def plan() -> Part | None:
+    def plan() -> Wanted | None:
         if not left:
             return None
         name = left.pop(0)
         do, told = partial(run, name), partial(learn, name)
-        return Part(name=name, title=name.upper(), says=f"begins {name}", do=do, learn=told)
+        return Wanted(name=name, title=name.upper(), says=f"begins {name}", do=do, learn=told)
 
     with stoppable(), contextlib.suppress(Stopped):
         carry_out(plan, study=study, say=lines.append)

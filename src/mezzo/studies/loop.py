@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from mezzo.children.signals import stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.records import AnyRecord, RunRecord, record_at
 from mezzo.studies.finished import Finished, with_digest
 from mezzo.studies.side_by_side import Engine, LimitS
@@ -40,7 +40,7 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Wanted:
     """What a plan wants next: a run of the script, or work that takes several runs."""
 
     do: Callable[[], AnyRecord | None]
@@ -122,7 +122,7 @@ class Study:
 
 
 def carry_out(
-    plan: Callable[[], Part | None], *, study: Study | None = None, say: Callable[[str], None] = lambda _: None
+    plan: Callable[[], Wanted | None], *, study: Study | None = None, say: Callable[[str], None] = lambda _: None
 ) -> None:
     """Do what a plan wants next, until it wants nothing more.
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_stage
 from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import (
@@ -32,7 +32,7 @@ from mezzo.records import (
     write_record,
 )
 from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments, run_name
-from mezzo.studies.loop import Done, Part, Study, carry_out
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
 
 _GRACE = 0.1
 """Share of the budget that the last run may take beyond it, up to ``BUDGET_GRACE_S``."""
@@ -95,14 +95,14 @@ class Check:
         carry_out(self._next, study=self.study, say=self.say)
         return self.known
 
-    def _next(self) -> Part | None:
+    def _next(self) -> Wanted | None:
         if self.stages:
             self.known = replace(self.known, left_s=self._end_s - time.monotonic())
         stage = next_stage(self.known)
         if stage is None:
             return None
         why, name = "" if stage.why in self._said else f": {stage.why}", _name(stage)
-        return Part(
+        return Wanted(
             name=name,
             title=_title(stage),
             says=_title(stage) + why,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import shared, values
 from mezzo.cli.options import shared as options
@@ -23,7 +24,6 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def run_all(
 ) -> list[RunRecord]:
     """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal arrives."""
     from mezzo.records import AnyRecord, RunRecord
-    from mezzo.studies.loop import Part, carry_out
+    from mezzo.studies.loop import Wanted, carry_out
 
     runs, left = list(before), deque(requests)
 
@@ -322,11 +322,11 @@ def run_all(
         runs.append(record)
         progress.say_ended(request, record)
 
-    def next_run() -> Part | None:
+    def next_run() -> Wanted | None:
         if not left:
             return None
         run = partial(study.record, left.popleft(), together=left, ended=ended)
-        return Part(do=lambda: run(limit_s=lambda: timeout_s or limit_s(runs)))
+        return Wanted(do=lambda: run(limit_s=lambda: timeout_s or limit_s(runs)))
 
     with stoppable(), suppress(Stopped), shown(requests) as progress:
         carry_out(next_run)

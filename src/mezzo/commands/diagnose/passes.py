@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mezzo.children.script_text import own_sources
+from mezzo.children.signals import Stop, Stopped, stoppable
 from mezzo.commands.diagnose import fixes
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
 from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
-from mezzo.launch.frameworks import own_sources
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.settings import FORMATS_OF_16_BITS, DiagnoseSettings, TrialChanges
 from mezzo.patching import frameworks, torch_amp
@@ -38,7 +38,7 @@ from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
 from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Part, carry_out
+from mezzo.studies.loop import Wanted, carry_out
 
 _MAX_SUSPECTS = 3
 _MOST_TO_LOCATE = 2
@@ -66,11 +66,11 @@ def diagnose_script(
     runs: list[ScriptRun] = []
     untried = ""
 
-    def next_part() -> Part | None:
+    def next_part() -> Wanted | None:
         planned = _from_start(next_run(runs), runs[0]) if runs else _first_run(request, steps)
         if planned is None:
             return None
-        return Part(
+        return Wanted(
             says=f"the script runs again, {planned.reason}" if runs else "",
             do=lambda: runs.append(_run(planned, request, len(runs) + 1, child, stop)),
         )

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mezzo.children.signals import stoppable
 from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
 from mezzo.launch.request import Request, TraceRequest
 from mezzo.launch.runner import run_child
-from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import RunTrace, WrittenFile, read_trace
 from mezzo.records import RunRecord
 from mezzo.records.run import RUN_NAME
 from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Part, carry_out
+from mezzo.studies.loop import Wanted, carry_out
 
 WHOLE, STOPPED, RESUMED = "whole", "stopped", "resumed"
 _LEAST_STEPS = 4
@@ -91,7 +91,7 @@ class ResumeCheck:
             )
         )
 
-    def _next(self) -> Part | None:
+    def _next(self) -> Wanted | None:
         """Return the next run: undisturbed, stopped, resumed; None after the last, or if there is nothing to compare."""
         if WHOLE not in self.records:
             return self._part(WHOLE, "undisturbed run")
@@ -110,8 +110,8 @@ class ResumeCheck:
         self.checkpoints = checkpoints_of(self.traces[STOPPED].written, work=work)
         return None if self._read_of_whole() else self._part(RESUMED, "started again")
 
-    def _part(self, name: str, says: str) -> Part:
-        return Part(says=says, do=lambda: self._run(name))
+    def _part(self, name: str, says: str) -> Wanted:
+        return Wanted(says=says, do=lambda: self._run(name))
 
     def _run(self, name: str) -> RunRecord:
         training = WHOLE if name == WHOLE else STOPPED

@@ -24,7 +24,7 @@ from mezzo.launch.request import ModelChanges, Request
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments
-from mezzo.studies.loop import Done, Part, Study, carry_out
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 """A run may take this many times as long as the first one, because compilation takes minutes; and at least this long."""
@@ -59,14 +59,14 @@ class Tune:
         carry_out(self._next, study=self.study, say=self.say)
         return self.known
 
-    def _next(self) -> Part | None:
+    def _next(self) -> Wanted | None:
         if self.trials:
             self.known = replace(self.known, left_share=(self._end_s - time.monotonic()) / self.budget_s)
         trial = next_trial(self.known)
         if trial is None:
             return None
         title = _title(trial)
-        return Part(
+        return Wanted(
             name=_folder(trial),
             title=title,
             says=f"{title}: {steps_of(self.known, trial.round)} steps",
