@@ -113,8 +113,10 @@ class Regions:
             block = self._tree.block(region.first)
             inside = block[block.index(region.first) : block.index(region.last) + 1]
             number = next((n for n, stmt in enumerate(inside) if stops(stmt)), len(inside))
-            if number < len(inside):
-                ended.append((inside[:number], inside[number:]))
+            if number == len(inside):
+                kept.append(region)
+                continue
+            ended.append((inside[:number], inside[number:]))
             if number:
                 kept.append(Region(inside[0], inside[number - 1], cache=region.cache))
         self.plain = kept
