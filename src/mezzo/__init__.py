@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mezzo.callables import diagnose as diagnose
     from mezzo.callables import fallback as fallback
     from mezzo.callables import ranges as ranges
-    from mezzo.engine.checks import PrecisionWarning as PrecisionWarning
     from mezzo.engine.fast_path import fast_path as fast_path
     from mezzo.engine.optimizers.adamw import AdamW as AdamW
     from mezzo.engine.optimizers.sgd import SGD as SGD
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from mezzo.engine.scaling import NoScale as NoScale
     from mezzo.engine.scaling import StaticScale as StaticScale
     from mezzo.engine.session import Session as Session
+    from mezzo.engine.session_errors import PrecisionWarning as PrecisionWarning
     from mezzo.errors import MezzoError as MezzoError
     from mezzo.errors import NonFiniteLossError as NonFiniteLossError
     from mezzo.errors import PolicyError as PolicyError

@@ -271,7 +271,7 @@ def test_two_hundred_overflows_leave_a_scale_above_zero() -> None:
 def test_no_scale_does_nothing() -> None:
     scale, loss = NoScale(), torch.tensor(3.0)
     assert scale.scale(loss) is loss
-    assert (scale.inverse(), scale.value(), scale.checks, scale.at_floor()) == (None, 1.0, False, False)
+    assert (scale.inverse(), scale.value(), scale.skips_overflows, scale.at_floor()) == (None, 1.0, False, False)
     scale.update(FLAGS[True])
     assert scale.value() == 1.0
     assert scale.state_dict() == {}
@@ -282,7 +282,7 @@ def test_no_scale_does_nothing() -> None:
 def test_a_static_scale_stays() -> None:
     scale = StaticScale(128.0)
     scale.update(FLAGS[True])
-    assert (scale.value(), scale.checks, scale.at_floor()) == (128.0, True, False)
+    assert (scale.value(), scale.skips_overflows, scale.at_floor()) == (128.0, True, False)
     assert scale.scale(torch.tensor(3.0)).item() == 384.0
     inverse = scale.inverse()
     assert inverse is not None

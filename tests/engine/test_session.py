@@ -863,7 +863,7 @@ def test_a_state_loads_under_another_policy(before: str, after: str, name: str) 
     if other.policy.master_weights:
         assert all(mine[key].dtype is FP32 for key, _ in copied.named_parameters())
     assert (other.updates, other.skipped) == (session.updates, session.skipped)
-    if other.scales[0].checks and session.scales[0].checks:
+    if other.scales[0].skips_overflows and session.scales[0].skips_overflows:
         assert other.loss_scale == session.loss_scale
     train(other, copied, batches(2))
     assert other.updates + other.skipped == 6

@@ -18,7 +18,7 @@ import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.kernels import reference
 from mezzo.engine.kernels.reference import AdamWSettings, Batch
-from mezzo.engine.state import NoWatch
+from mezzo.engine.state import NoLoopChecks
 from processes import leave_process_group
 
 POLICIES = ["fp32", "bf16", "fp16", "fp16:hysteresis=2", "bf16-master", "fp16-master"]
@@ -31,10 +31,10 @@ NO_LAUNCH = ("detach", "to", "device", "_record_function_enter_new", "_record_fu
 def session(policy: str, optimizer: Callable[..., Any], device: str, layers: int = 3, **settings: Any) -> mezzo.Session:
     model = nn.Sequential(*[Linear(8, 8, device=device) for _ in range(layers)])
     one = mezzo.Session(model, optimizer(model.parameters(), lr=0.1), policy=policy, clip_norm=1.0, **settings)
-    one.state.progress.windows, one._watch_rounding, one.state.watch = (
+    one.state.progress.updates_closed, one._watch_rounding, one.state.loop_checks = (
         1,
         False,
-        NoWatch(),
+        NoLoopChecks(),
     )  # what only a first update does
     return one
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
-from mezzo.engine.checks import PrecisionWarning
+from mezzo.engine.session_errors import PrecisionWarning
 from mezzo.engine.session_guard import Arrivals, WatchedNumbers
-from mezzo.engine.state import NoWatch
+from mezzo.engine.state import NoLoopChecks
 from mezzo.errors import GuardError
 
 
@@ -202,7 +202,7 @@ def test_a_guard_reads_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, po
     with fake_gpus(monkeypatch):
         model = nn.Sequential(Linear(8, 8, device="cuda:0"))
         one = mezzo.Session(model, mezzo.AdamW(model.parameters(), lr=0.1), policy=policy, guard="note")
-        one.state.progress.windows, one._watch_rounding, one.state.watch = 1, False, NoWatch()
+        one.state.progress.updates_closed, one._watch_rounding, one.state.loop_checks = 1, False, NoLoopChecks()
         step(one, "cuda:0")
         with Operations() as log:
             step(one, "cuda:0")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import mezzo
 from fake_cuda import DeviceBytes, Linear, fake_gpus, step
 from mezzo.engine.snapshots import contents
-from mezzo.engine.state import NoWatch
+from mezzo.engine.state import NoLoopChecks
 
 SIZE, LAYERS = 64, 4
 LARGEST = 4 * SIZE * SIZE
@@ -34,10 +34,10 @@ def trained(policy: str, optimizer: str, options: dict[str, Any]) -> mezzo.Sessi
     model = nn.Sequential(*[Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
     made = getattr(mezzo, optimizer)(model.parameters(), lr=0.1, **options)
     one = mezzo.Session(model, made, policy=policy)
-    one.state.progress.windows, one._watch_rounding, one.state.watch = (
+    one.state.progress.updates_closed, one._watch_rounding, one.state.loop_checks = (
         1,
         False,
-        NoWatch(),
+        NoLoopChecks(),
     )  # what only a first update does
     step(one)
     return one

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine import arguments, checks
+from mezzo.engine import arguments, session_errors
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import parameters_of, put_back, set_aside, trained_by
 from mezzo.engine.processes.shards import is_shared
@@ -84,9 +84,9 @@ class Observed(Session):
 
     def unscale(self) -> None:
         """Unscale the gradients and decide whether the update will be skipped."""
-        checks.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
+        session_errors.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
-        checks.refuse_half_gradients(gradients)
+        session_errors.refuse_half_gradients(gradients)
         found_inf = None
         if inverse is not None:
             found_inf = torch.zeros((), device=self.device)
@@ -167,7 +167,7 @@ class Driven:
         self._parameters = parameters_of(self.models)  # frozen ones too: they may be unfrozen later
         self._optimizer = DrivenOptimizer(self._parameters)
         self._session = session = Observed(self.models, self._optimizer, policy=self.policy)
-        self.scales = session.scales[0].checks or self.policy.master_weights
+        self.scales = session.scales[0].skips_overflows or self.policy.master_weights
         self.recorder.clock.begin_on(session.device)
         self.region = session.autocast  # type: ignore[method-assign]
         updated = self._optimizer.param_groups[0]["params"]
@@ -303,7 +303,7 @@ class Driven:
         self._skips += self.skipped
         self.recorder.norm(session.state.progress.norm)
         self.recorder.close(
-            skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
+            skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].skips_overflows else None
         )
         return combined.result
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.engine import checks
+from mezzo.engine import session_errors
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.matrix_units import native_units
 from mezzo.engine.matrix_units.native_units import set_fp32_products
 from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
 from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own, without_kernel
 from mezzo.engine.processes import shards
+from mezzo.engine.session_errors import warn
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
 from mezzo.formats import FP16, FP32, FP64
@@ -334,4 +334,4 @@ def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str
         unconverted = native_units.layer_choices(models, policy, emulated=False)[1:]
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in unconverted)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
-        checks.warn(message)
+        session_errors.warn(message)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.state import NoWatch, OpenRegion, SessionParts
+from mezzo.engine.session_errors import warn
+from mezzo.engine.state import NoLoopChecks, OpenRegion, SessionParts
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 
@@ -26,7 +26,7 @@ WINDOWS = 3
 """Number of checked windows: mistakes of one window show in the next, and the first update may be skipped."""
 
 
-class FirstWindows(NoWatch):
+class LoopChecks(NoLoopChecks):
     """Checks of the calls of a session's first windows."""
 
     def __init__(self, session: SessionParts) -> None:
@@ -146,7 +146,7 @@ class FirstWindows(NoWatch):
             )
 
     def _refuse_leftovers(self) -> None:
-        if not self._session.scales[0].checks:
+        if not self._session.scales[0].skips_overflows:
             return  # without a loss scale, existing gradients are added to, as in torch
         for parameter in self._trained:
             if parameter.grad is not None:
@@ -173,7 +173,7 @@ class FirstWindows(NoWatch):
         )
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
-        scaled = self._session.scales[0].checks
+        scaled = self._session.scales[0].skips_overflows
         if (
             self._last_gradient is None
             or self._warned

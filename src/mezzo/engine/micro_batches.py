@@ -96,9 +96,11 @@ class MicroBatches:
             )
         rows, slices = _sliced(batch)
         parameters = all_parameters(session.models, session.optimizers)
-        adds = window.calls > 0 or not session.scales[0].checks  # otherwise the session refuses gradients not its own
+        adds = (
+            window.calls > 0 or not session.scales[0].skips_overflows
+        )  # otherwise the session refuses gradients not its own
         aside = set_aside(parameters) if adds else []
-        session.state.watch.gradients_moved()
+        session.state.loop_checks.gradients_moved()
         before = _StateBefore(session)
         loss: Tensor | None = None
         self.is_running = True
@@ -115,7 +117,7 @@ class MicroBatches:
                 raise
         self.is_running = False
         put_back(aside)
-        session.state.watch.gradients_moved()
+        session.state.loop_checks.gradients_moved()
         if window.batch_ended():
             self._calls.update()
         return loss
@@ -203,7 +205,7 @@ class _StateBefore:
                 module._buffers[name] = buffer.copy_(copy)
         self._random.set()
         session.state.window.set_state(self._window)
-        session.state.watch.gradients_moved()
+        session.state.loop_checks.gradients_moved()
 
 
 def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:

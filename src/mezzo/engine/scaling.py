@@ -41,7 +41,7 @@ from mezzo.policyfields import DYNAMIC_SCALE
 class NoScale:
     """No loss scale: gradients are neither divided nor checked."""
 
-    checks = False
+    skips_overflows = False
     """Whether an update with a gradient that is not finite is skipped."""
     adapts = False
     """Whether overflows lower the scale."""
@@ -92,7 +92,7 @@ class NoScale:
 class StaticScale(NoScale):
     """A fixed loss scale; an update with a gradient that is not finite is skipped."""
 
-    checks = True
+    skips_overflows = True
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
         self._scale = self._device_scale = torch.full((), value, dtype=FP32.dtype, device=device)

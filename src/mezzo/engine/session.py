@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.engine import arguments, checks
+from mezzo.engine import arguments, session_errors
 from mezzo.engine.arguments import choose_update, explained, listed, prepare
 from mezzo.engine.captured_step import CapturedStep, StepCalls
 from mezzo.engine.casts.casting import Casting
@@ -46,7 +46,7 @@ from mezzo.engine.gradients import (
     trained_by,
     wide,
 )
-from mezzo.engine.loop_checks import FirstWindows
+from mezzo.engine.loop_checks import LoopChecks
 from mezzo.engine.micro_batches import MicroBatch, MicroBatches, TrainingCalls
 from mezzo.engine.optimizers.one_pass import OnePass, norm_by_kernels
 from mezzo.engine.processes.distributed import processes_for
@@ -55,7 +55,7 @@ from mezzo.engine.session_guard import SessionGuard
 from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable
-from mezzo.engine.state import NoWatch, Ownership, Progress, Schedules, SessionState, close_window, open_window
+from mezzo.engine.state import NoLoopChecks, Ownership, Progress, Schedules, SessionState, close_window, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
@@ -125,7 +125,7 @@ class Session(Resumable):
         self.casting = Casting.of(self.policy, self.device.type)
         self._one_pass, self._update_choice = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
-        watch = FirstWindows(self) if self.is_whole_loop else NoWatch()
+        loop_checks = LoopChecks(self) if self.is_whole_loop else NoLoopChecks()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._passes, self._backward_region = DirectPasses(torch.autograd.backward), self.casting.backward()
@@ -135,14 +135,14 @@ class Session(Resumable):
             schedules=Schedules(self.schedulers, self.device),
             position=Position(),
             snapshots=Snapshots(),
-            watch=watch,
+            loop_checks=loop_checks,
             ownership=Ownership(self.models),
         )
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.train_batch = MicroBatches(self, TrainingCalls(self.autocast, self.backward, self.update), micro_batch)
         open_window(self)
         self._guard = None if guard is None else SessionGuard(self, guard)
-        self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
+        self._watch_rounding = session_errors.may_lose_updates(self.policy, self.optimizers)
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -162,7 +162,7 @@ class Session(Resumable):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
-        return self.state.watch.region(self.casting.region())
+        return self.state.loop_checks.region(self.casting.region())
 
     def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
         """Run a micro-batch's backward pass, and the update at the end of the window.
@@ -190,13 +190,15 @@ class Session(Resumable):
             SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
         """
         if self.state.ownership.lost:
-            raise checks.taken_over()
-        self.processes.check_loss(loss, first=self.state.progress.windows + self.state.window.calls == 0)
+            raise session_errors.taken_over()
+        self.processes.check_loss(loss, first=self.state.progress.updates_closed + self.state.window.calls == 0)
         if self.state.window.calls == 0 and self.state.window.accumulate != self.accumulate:
             open_window(self)
-        self.state.watch.before_backward(loss, opens=self.state.window.calls == 0)
+        self.state.loop_checks.before_backward(loss, opens=self.state.window.calls == 0)
         if weight is not None or loss_id or self.state.window.unscaled:
-            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self.state.window.unscaled is not None)
+            session_errors.check_backward(
+                weight, loss_id, len(self.scales), unscaled=self.state.window.unscaled is not None
+            )
         share = self.state.window.share(weight, loss_id, unit=self.processes.unit(weight))
         if self._guard is not None:
             self._guard.backward(loss, share)
@@ -206,14 +208,14 @@ class Session(Resumable):
             self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
         except BaseException as error:  # the script may catch it: out of memory, a key of the keyboard
             self._discard_window(num_lost=self.state.window.calls - 1)
-            if checks.is_of_freed_graph(error):
-                raise checks.used_twice() from error
+            if session_errors.is_of_freed_graph(error):
+                raise session_errors.used_twice() from error
             raise
         if trained:
             self.state.window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
         self.processes.ran(self.state.window.calls)
-        self.state.watch.after_backward()
+        self.state.loop_checks.after_backward()
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
@@ -247,9 +249,9 @@ class Session(Resumable):
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
         """
-        checks.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
+        session_errors.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
         gradients = self._gradients(self.optimizers)
-        checks.refuse_half_gradients(gradients)
+        session_errors.refuse_half_gradients(gradients)
         reduced = self._reduce(gradients)
         self.state.window.unscale(gradients, reduced)
         self.state.progress.measured(reduced.norm, reduced.factor)
@@ -265,14 +267,14 @@ class Session(Resumable):
             ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
         """
         if self.state.window.calls == 0:
-            raise checks.no_backward()
+            raise session_errors.no_backward()
         self.state.ownership.check_formats()
-        checks.check_rates(self.optimizers)
-        self.state.watch.before_update()
+        session_errors.check_rates(self.optimizers)
+        self.state.loop_checks.before_update()
         if self.schedulers:
             self.state.schedules.settle()
-        chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
-        before = checks.weight_copies(self.models) if self._watch_rounding else None
+        chosen = session_errors.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
+        before = session_errors.weight_copies(self.models) if self._watch_rounding else None
         try:
             skipped = self._update_on_device(chosen)
         except BaseException:  # a hook of the script; a plain loop's next zero_grad drops the gradients
@@ -281,13 +283,13 @@ class Session(Resumable):
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
             self._watch_rounding = False
-            checks.warn_of_lost_updates(before, self.models, self.policy)
+            session_errors.warn_of_lost_updates(before, self.models, self.policy)
 
     def _update_on_device(self, chosen: list[Optimizer], *, rehearsal: bool = False) -> Tensor | bool:
         """Enqueue a whole update; return a value above 0 if it is skipped, as every update of a rehearsal is."""
         gradients = self._gradients(chosen)
         if not gradients and self.is_whole_loop:
-            raise checks.no_gradients()
+            raise session_errors.no_gradients()
         reduced = self.state.window.unscaled
         if reduced is None:
             reduced = self._reduce(gradients)
@@ -316,8 +318,8 @@ class Session(Resumable):
         """Finish an update on the host: schedules, the floor of the scale, gradients, the next window, the guard."""
         if self.schedulers:
             self.state.schedules.follow(chosen, skipped)
-        if isinstance(skipped, Tensor) and self.scales[0].checks and self.state.progress.floor.reached():
-            raise checks.floor_error(self.policy, self.models, self.masters)
+        if isinstance(skipped, Tensor) and self.scales[0].skips_overflows and self.state.progress.floor.reached():
+            raise session_errors.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
             drop_gradients(self.optimizers)
         close_window(self)
@@ -330,14 +332,14 @@ class Session(Resumable):
             assert isinstance(optimizer, OnePass)
             optimizer.update(self._one if factor is None else factor.float(), skips)
         self.masters.push()
-        if self.scales[0].checks:
+        if self.scales[0].skips_overflows:
             self.state.progress.note(skips, flags)
 
     def _skip(self, chosen: list[Optimizer], flags: ScaleFlags) -> None:
         self.state.progress.note(1, ())
-        self.state.schedules.skipped(chosen, window=self.state.progress.windows)
+        self.state.schedules.skipped(chosen, window=self.state.progress.updates_closed)
         if any(bool(found_inf) and scale.at_floor() for scale, found_inf in flags):
-            raise checks.floor_error(self.policy, self.models, self.masters)
+            raise session_errors.floor_error(self.policy, self.models, self.masters)
 
     def _run_steps(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
         """Unscale and clip the gradients, and call the optimizers' own steps."""
@@ -364,18 +366,18 @@ class Session(Resumable):
         return float(self.state.progress.norm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise checks.no_copy()
+        raise session_errors.no_copy()
 
     def _discard_window(self, *, num_lost: int) -> None:
         """Drop the gradients of a backward pass or an update that failed, and with them the window's: part of them was added."""
         if self.train_batch.is_running:  # which restores the session itself
             return
         if num_lost:
-            checks.warn_of_lost_window(num_lost)
+            session_errors.warn_of_lost_window(num_lost)
         drop_gradients(self.optimizers)
         for parameter in all_parameters(self.models, self.optimizers):  # masters are not the models' own parameters
             parameter.grad = None
-        self.state.watch.gradients_moved()
+        self.state.loop_checks.gradients_moved()
         open_window(self)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -386,11 +388,11 @@ class Session(Resumable):
     def _reduce(self, gradients: list[Tensor]) -> Reduction:
         """Read all gradients once."""
         norm = self.processes.norm(gradients, self._norm_here, self.state.window)
-        on_device = self._one_pass and not checks.shown_to_hooks(self.optimizers, gradients)
+        on_device = self._one_pass and not session_errors.shown_to_hooks(self.optimizers, gradients)
         found_inf, overflowed = None, None if on_device else False
-        if self.scales[0].checks and (on_device or self.state.window.found_inf):
+        if self.scales[0].skips_overflows and (on_device or self.state.window.found_inf):
             found_inf = self.state.window.overflowed(norm)
-        if self.scales[0].checks and not on_device:
+        if self.scales[0].skips_overflows and not on_device:
             # The only host read of an update, at the point where GradScaler also waits.
             overflowed = not math.isfinite(norm.item()) if found_inf is None else bool(found_inf)
             if overflowed and self.processes.all_finite(gradients):

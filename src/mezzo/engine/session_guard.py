@@ -7,7 +7,7 @@ Several processes exchange alarms about once a second, and all act on an alarm o
     gradients zero                                a loss scale 16 times larger; without a scale to change, the fallback policy
     scale at its floor                            the fallback policy, as the scale was smaller before; without one, as for a skip storm
 
-The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each later
+The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``safer_policy``). Each later
 return, or each one if no policy is safer, makes the change once more. The data is not rewound: other batches follow.
 """
 
@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import this_device
 from mezzo.engine.alarms import Alarms, UpdateNumbers
-from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.randomness import random_states
 from mezzo.engine.scaling import DynamicScale
+from mezzo.engine.session_errors import PrecisionWarning
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot, contents_at, saved_in
 from mezzo.engine.snapshots.resumable import CompleteSnapshot, contents_for_rank, folder_of
@@ -285,9 +285,9 @@ class SessionGuard:
             GuardError: an alarm ends the training.
         """
         session = self._session
-        scale = session.scales[0].on_device() if session.scales[0].checks else None
+        scale = session.scales[0].on_device() if session.scales[0].skips_overflows else None
         loss, self._loss = self._loss, None
-        self._arrivals.add(session.state.progress.windows, [loss, session.state.progress.norm, skipped, scale])
+        self._arrivals.add(session.state.progress.updates_closed, [loss, session.state.progress.norm, skipped, scale])
         arrived = [
             UpdateNumbers(number, seen_loss, norm, bool(flag), seen_scale)
             for number, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived()
@@ -300,14 +300,14 @@ class SessionGuard:
             self._act(alarm)
             if self._action == "rewind":  # the other updates were made before the return
                 break
-        if self._agreement is not None and session.state.progress.windows >= self._agreement.next:
+        if self._agreement is not None and session.state.progress.updates_closed >= self._agreement.next:
             self._agree(self._agreement)
 
     def _agree(self, agreement: Agreement) -> None:
         """Act on an alarm of any process in all of them, after the same update."""
         unshared, self._unshared = self._unshared, None
         reported = agreement.any_of(
-            self._session.state.progress.windows, None if unshared is None else unshared.model_dump()
+            self._session.state.progress.updates_closed, None if unshared is None else unshared.model_dump()
         )
         if reported is None:
             return

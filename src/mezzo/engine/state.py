@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.checks import warn
 from mezzo.engine.descriptions import host_value, optimizer_text, tensors_text
 from mezzo.engine.gradients import parameters_of
 from mezzo.engine.optimizers.master_weights import NoMasters
 from mezzo.engine.processes.distributed import OneProcess
 from mezzo.engine.scaling import Scale
+from mezzo.engine.session_errors import warn
 from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.window import Window
@@ -34,7 +34,7 @@ from mezzo.policy import Policy
 OpenRegion: TypeAlias = AbstractContextManager[Any]
 
 
-class NoWatch:
+class NoLoopChecks:
     """No checks, for all windows after the first ones."""
 
     def region(self, region: OpenRegion) -> OpenRegion:
@@ -68,14 +68,14 @@ class SessionState:
     """The passes over the data."""
     snapshots: Snapshots
     """The folder that it saves to, and the save in progress."""
-    watch: NoWatch
-    """The checks of the first windows; later ``NoWatch``."""
+    loop_checks: NoLoopChecks
+    """The checks of the first windows; later ``NoLoopChecks``."""
     ownership: Ownership
     """Whether the models' weights are still those that the session was built with."""
 
     def end_checks(self) -> None:
         """Check no more windows."""
-        self.watch = NoWatch()
+        self.loop_checks = NoLoopChecks()
 
 
 class SessionParts:
@@ -99,7 +99,7 @@ class SessionParts:
     @property
     def updates(self) -> int:
         """The number of updates applied, not counting skipped ones; waits for the device."""
-        return self.state.progress.windows - self.skipped
+        return self.state.progress.updates_closed - self.skipped
 
     @property
     def skipped(self) -> int:
@@ -138,23 +138,27 @@ def _window(session: SessionParts) -> str:
 
 
 def _so_far(session: SessionParts) -> str:
-    closed, skipped = session.state.progress.windows, host_value(session.state.progress.skips)
+    closed, skipped = session.state.progress.updates_closed, host_value(session.state.progress.skips)
     if skipped is None:
         return f"{closed} updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on {session.device}: reading one waits"
-    scales = ", ".join(f"loss scale {scale.value():g}" if scale.checks else "no loss scale" for scale in session.scales)
+    scales = ", ".join(
+        f"loss scale {scale.value():g}" if scale.skips_overflows else "no loss scale" for scale in session.scales
+    )
     return f"{closed - int(skipped)} updates, {int(skipped)} skipped; {scales}"
 
 
 def open_window(session: SessionParts) -> None:
     """Begin a window, without gradients."""
     session.state.window.open(session.accumulate, len(session.scales))
-    if session.accumulate > 1 or not session.state.progress.windows:  # else every pass exchanges, as the last one did
+    if (
+        session.accumulate > 1 or not session.state.progress.updates_closed
+    ):  # else every pass exchanges, as the last one did
         session.processes.expect(0)
 
 
 def close_window(session: SessionParts) -> None:
     """Count the update that closes a window, and begin the next one."""
-    session.state.progress.windows += 1
+    session.state.progress.updates_closed += 1
     open_window(session)
 
 
@@ -213,7 +217,7 @@ class Progress:
             device: the session's device.
             several: whether several processes train, which must notice a stuck scale at the same update.
         """
-        self.windows = 0
+        self.updates_closed = 0
         """Updates, skipped ones included."""
         self.skips = torch.zeros((), device=device)
         self.last: tuple[Tensor, Tensor | None] = torch.full((), math.nan, device=device), None
@@ -241,7 +245,7 @@ class Progress:
 
     def restore(self, *, updates: int, skipped: int) -> None:
         """Continue after so many updates that were made and skipped."""
-        self.windows = updates + skipped
+        self.updates_closed = updates + skipped
         self.skips.fill_(skipped)
 
     def in_place(self) -> Iterable[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from mezzo.engine import checks
+from mezzo.engine import session_errors
 from mezzo.engine.gradients import any_not_finite, multiply, not_finite
 from mezzo.engine.scaling import Scale
 
@@ -112,7 +112,7 @@ class Window:
         """
         if not self._first_weight:  # nothing is averaged
             return None
-        checks.check_shares(self._shares)
+        session_errors.check_shares(self._shares)
         if self.mean_total is not None:
             return self.mean_total
         total = self.sum_of_shares()
@@ -126,7 +126,7 @@ class Window:
     def rescale_to_first(self, loss_id: int, fresh: list[Tensor], scales: Sequence[Scale]) -> None:
         """Record whether one loss's ``fresh`` gradients are finite, and rescale them from its scale to the first loss's."""
         scale = scales[loss_id]
-        if not fresh or not scale.checks:
+        if not fresh or not scale.skips_overflows:
             return
         self.note(loss_id, any_not_finite(fresh))
         inverse = scale.inverse()

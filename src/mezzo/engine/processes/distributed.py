@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.devices import has_fp64
-from mezzo.engine import checks
+from mezzo.engine import session_errors
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.processes.exchange import (
     ReadScale,
@@ -72,11 +72,11 @@ class OneProcess:
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse a value that is not a loss and, before the first update, a loss that is not finite; only then the host waits."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.dtype.is_complex:
-            raise checks.no_loss(loss)
+            raise session_errors.no_loss(loss)
         if not torch.is_grad_enabled():  # scaling would cut the loss off from its graph
-            raise checks.no_loss(loss)
+            raise session_errors.no_loss(loss)
         if first and not math.isfinite(value := loss.item()):
-            raise checks.first_loss_not_finite(str(value))
+            raise session_errors.first_loss_not_finite(str(value))
 
     def unit(self, weight: float | None) -> float:
         """Return the unit in which weights are counted; 0 for the first of each window."""
@@ -317,7 +317,7 @@ class Processes(OneProcess):
         loss, self._first_loss = first.item(), None
         if not self._everywhere(math.isfinite(loss)):
             elsewhere = " here and not finite in another process" if math.isfinite(loss) else ""
-            raise checks.first_loss_not_finite(f"{loss}{elsewhere}")
+            raise session_errors.first_loss_not_finite(f"{loss}{elsewhere}")
 
 
 def _in_join() -> SessionError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine import checks
+from mezzo.engine import session_errors
 from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.shards import bare, local
@@ -63,7 +63,7 @@ def load_state(session: SessionParts, state: dict[str, Any], *, window_calls: in
     _refuse_open_window("load_state_dict()", window_calls)
     models = [bare(model) for model in session.models]
     parts = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
-    checks.check_state(state, parts)
+    session_errors.check_state(state, parts)
     for model, saved in zip(models, state["models"], strict=True):
         model.load_state_dict(saved)
     for part in ("optimizers", "schedulers", "scales"):
@@ -153,7 +153,7 @@ def _set(session: SessionParts, contents: Mapping[str, Any]) -> None:
         "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
     }
     open_window(session)
-    session.state.watch.gradients_moved()
+    session.state.loop_checks.gradients_moved()
     load_state(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):

@@ -118,7 +118,7 @@ class Resumable(SessionParts):
         if error is not None:
             raise error
         target.begin_after(number)
-        path = target.next_path(updates=self.state.progress.windows, calls=self.state.window.calls)
+        path = target.next_path(updates=self.state.progress.updates_closed, calls=self.state.window.calls)
         # A process that is killed while it saves has only the snapshot before: so the others keep that one, too.
         saving = Saving(path, tree, snapshots.copies.of(tensors), lambda: target.prune(keep + (size > 1)))
         snapshots.begin_saving(saving)

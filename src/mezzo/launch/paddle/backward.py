@@ -48,7 +48,7 @@ class BackwardPasses:
         """Patch Paddle until ``patches`` are undone."""
         patches.around(paddle.base.core.eager, "run_backward", self._run_backward)
         patches.around(paddle.base.core.eager, "run_partial_grad", self._run_partial)
-        if self._run.scale.checks:
+        if self._run.scale.skips_overflows:
             self._leaves.install(patches)
             self._hooks.install(patches)
 
@@ -61,7 +61,7 @@ class BackwardPasses:
         self.begins()
         starts = list(grad_tensors or []) or [None] * len(tensors)
         run.backward_from(tensors, starts)
-        if run.scale.checks:
+        if run.scale.skips_overflows:
             leaves = list(self._leaves)
             for leaf in leaves:  # each time, because a script may unfreeze one at any time
                 self._hook(leaf)
@@ -81,13 +81,13 @@ class BackwardPasses:
     def _run_partial(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``paddle.grad``, which is not scaled: inside a script's own backward function its results are not unscaled."""
         before, self._factors = self._factors, None
-        if self._run.scale.checks and not self._run.local.in_backward:
+        if self._run.scale.skips_overflows and not self._run.local.in_backward:
             self._leaves.check(outputs, list(self._leaves))
         try:
             gradients = original(outputs, *args, **kwargs)
         finally:
             self._factors = before
-        if self._run.scale.checks:
+        if self._run.scale.skips_overflows:
             self._leaves.ignore(gradients)
         return gradients
 
@@ -378,7 +378,7 @@ class ClosureStep:
         """The norm of the last evaluation's gradients, or the first that is not finite; None before any."""
         self._weights: list[tuple[Any, Any]] = []
         self._state: dict[str, Any] = {}
-        if run.scale.checks:
+        if run.scale.skips_overflows:
             with run.own_work(), paddle.no_grad():
                 self._weights = [(p, p.clone()) for p in parameters_of(optimizer)]
                 self._state = _copied(dict(optimizer.state))

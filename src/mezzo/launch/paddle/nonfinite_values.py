@@ -184,7 +184,7 @@ class NonFinite(StepObserver):
         return found.model_copy(
             update={
                 "own_scaler": self.run.script_scale is not None,
-                "scaled": self.run.scale.checks or self.run.script_scale is not None,
+                "scaled": self.run.scale.skips_overflows or self.run.script_scale is not None,
                 "narrow": self.run.policy is None or self.run.policy.lowers,
                 "problems": self._problems,
             }

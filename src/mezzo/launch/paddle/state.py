@@ -321,7 +321,7 @@ class PaddleRun:
             return False
         self._norms.append(norm)
         with self.own_work():
-            skip = self.scale.checks and not bool(norm.isfinite())
+            skip = self.scale.skips_overflows and not bool(norm.isfinite())
         self._overflowed |= skip
         return skip
 
@@ -351,7 +351,7 @@ class PaddleRun:
             return
         skipped, at_floor = self._overflowed, self._overflowed and self.scale.at_floor()
         scale, has_loss = self.script_scale, self.steps.has_loss()
-        if self.scale.checks:
+        if self.scale.skips_overflows:
             self.scale.update(overflow=skipped)
             scale = self.scale.value
         norm, has_norm = _joint_norm(self._norms), bool(self._norms)
@@ -428,9 +428,9 @@ class HostScale:
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = Policy() if policy is None else policy
-        self.checks = self._policy.loss_scale != "none"
+        self.skips_overflows = self._policy.loss_scale != "none"
         """Whether an update with a non-finite gradient is skipped."""
-        self.value = _fp32(self._policy.init_scale) if self.checks else 1.0
+        self.value = _fp32(self._policy.init_scale) if self.skips_overflows else 1.0
         self._growth_tracker, self._left = 0, self._policy.hysteresis
 
     @property

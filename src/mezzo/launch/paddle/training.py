@@ -54,7 +54,7 @@ def training(
         if policy is not None and not policy.lowers:
             _set_tf32(patches, on=policy.compute == "tf32")
         replace_amp(run, regions, patches)
-        if run.scale.checks:
+        if run.scale.skips_overflows:
             refuse_split_models(patches)
         regions.install(patches)
         operations.install(patches)

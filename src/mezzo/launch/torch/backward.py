@@ -88,7 +88,7 @@ class BackwardPasses:
                 run.update.stepped and grad_tensors is None and not (run.phase.in_backward or run.update.in_closure)
             )
             optimizer, start = steady.optimizer() if begins_step else None, None
-            if optimizer is not None and run.precision.scale.checks:
+            if optimizer is not None and run.precision.scale.skips_overflows:
                 usual = inputs is None and not (retain_graph or create_graph)
                 if usual and run.update.overflowed is False and run.precision.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
@@ -145,7 +145,7 @@ class BackwardPasses:
         before = self._communication.before_backward(
             lambda: [leaf for leaf in leaves_of(outputs) if isinstance(leaf, torch.nn.Parameter)]
         )
-        if run.precision.scale.checks:
+        if run.precision.scale.skips_overflows:
             with self._scaling(outputs, inputs), self._under_policy():
                 run_engine(outputs, self._scaled(outputs, grad_tensors, run.precision.scale), *rest)
         elif casting is not None and casting.table is not None:
@@ -217,10 +217,10 @@ class BackwardPasses:
         """Return gradients that the script computes with, as in a penalty."""
         scale = self._run.precision.inner_scale
         in_vmap = _in_vmap()
-        if in_vmap and scale.checks:
+        if in_vmap and scale.skips_overflows:
             why = "no value can be read there, so small ones may become 0 in FP16; BF16 needs no scale"
             self._run.notes.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
-        if not scale.checks or in_vmap or kwargs.get("is_grads_batched"):
+        if not scale.skips_overflows or in_vmap or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
         compute = functools.partial(run_engine, roots, inputs)
@@ -337,13 +337,13 @@ class BackwardPasses:
         return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
 
     def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
-        if not scale.checks:
+        if not scale.skips_overflows:
             return given
         pairs = zip(outputs, given_gradients(outputs, given), strict=True)
         return [scale.scale(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
 
     def _unscaled(self, gradients: Any, scale: Scale) -> Any:
-        if not scale.checks:
+        if not scale.skips_overflows:
             return gradients
         unscale = functools.partial(unscaled, inverse=scale.inverse())
         if isinstance(gradients, dict):

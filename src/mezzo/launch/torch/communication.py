@@ -154,7 +154,7 @@ class Communication:
 
     def _loss_scale(self) -> Tensor | None:
         """Return the loss scale that was divided out of the gradients."""
-        scale = self._run.precision.scale.on_device() if self._run.precision.scale.checks else None
+        scale = self._run.precision.scale.on_device() if self._run.precision.scale.skips_overflows else None
         return scale if isinstance(scale, Tensor) else None
 
 

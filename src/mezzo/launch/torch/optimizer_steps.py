@@ -136,7 +136,7 @@ class Updates:
         finite: bool | None = None
         if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
             step = run.update.recorder.num_closed + 1
-            finite = run.steady.batched.finite(optimizer) if run.precision.scale.checks else True
+            finite = run.steady.batched.finite(optimizer) if run.precision.scale.skips_overflows else True
             if finite and step > EVERY_NORM:  # the same as below, without the calls
                 if step % STEPS_BETWEEN_NORMS == 0 and (norm := _norm(optimizer)) is not None:
                     run.update.recorder.norm(norm)
@@ -154,7 +154,7 @@ class Updates:
         run.losses.stepping()
         if closure is None or isinstance(closure, Evaluated):
             run.lint.step_begins(optimizer)
-            self._decide(optimizer, finite if run.precision.scale.checks else None)
+            self._decide(optimizer, finite if run.precision.scale.skips_overflows else None)
             run.stepping()
             return None
         run.close_update()
@@ -179,7 +179,7 @@ class Updates:
         run = self._run
         if run.left_out.overflowed(optimizer):
             finite = False
-        norm = _norm(optimizer) if (run.precision.scale.checks and finite is None) or run.takes_norm else None
+        norm = _norm(optimizer) if (run.precision.scale.skips_overflows and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
             norm = norm - norm  # NaN, as it is if the hooks on the leaves detected the overflow
         skip = run.updated(norm, finite=finite)
@@ -233,7 +233,7 @@ class Updates:
                 # A loss that is itself infinite is left to the optimizer: a line search went too far.
                 loss_infinite = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
                 gradients = _gradients(optimizer)
-                if not run.precision.scale.checks or loss_infinite or all_finite(gradients):
+                if not run.precision.scale.skips_overflows or loss_infinite or all_finite(gradients):
                     break
                 if run.precision.scale.at_floor():
                     raise run.floor_error()

@@ -123,7 +123,7 @@ class LeftOutUpdates:
 
         Then that update is open, as one that was skipped.
         """
-        if not self._precision.scale.checks or self._update.in_closure:
+        if not self._precision.scale.skips_overflows or self._update.in_closure:
             return False
         self._note_dropped()
         if self._proven and not self.drops:

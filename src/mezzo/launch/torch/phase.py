@@ -203,7 +203,7 @@ class ScriptGraphs:
         """
         if self._capturing is None or self._in_library:
             return
-        if self._precision.scale.checks:
+        if self._precision.scale.skips_overflows:
             raise ScriptError(
                 f"the script captures a training step as a CUDA graph under {self._precision.present}, whose loss scale reads a flag from "
                 "the device in every step, which a graph cannot do",

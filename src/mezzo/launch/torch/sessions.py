@@ -87,7 +87,7 @@ def _record_backward(
     if run.phase.not_training:
         return original(self, loss, share, loss_id=loss_id, **how)
     run.steady.end()
-    if self.scales[loss_id].checks:
+    if self.scales[loss_id].skips_overflows:
         known = scales.setdefault(self, {})
         run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
     try:

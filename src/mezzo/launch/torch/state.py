@@ -146,12 +146,12 @@ class TorchRun:
         """
         # The norm of a step is that of all its updates: none where an earlier one was checked without it.
         partial = (
-            self.precision.scale.checks
+            self.precision.scale.skips_overflows
             and self.update.overflowed is not None
             and not (self.takes_norm or self.update.recorder.has_norm)
         )
         self.evaluated(None if partial else norm)
-        if not self.precision.scale.checks or (norm is None and finite is None):
+        if not self.precision.scale.skips_overflows or (norm is None and finite is None):
             return self.update.not_checked()
         return self.update.checked(finite=not not_finite(norm) if norm is not None and finite is None else bool(finite))
 
@@ -237,7 +237,7 @@ class TorchRun:
             return
         floor_error = None
         scale = update.scale_on_device()
-        if loss_scale.checks:
+        if loss_scale.skips_overflows:
             floor_error = self.floor_error() if update.skipped and loss_scale.at_floor() else None
             if update.overflowed is not None:
                 loss_scale.updated(skipped=update.overflowed)
@@ -268,7 +268,7 @@ class TorchRun:
     def scale_states(self) -> list[dict[str, Any]]:
         """Return the states of the loss scales, as they are once the open update is closed."""
         scale = self.precision.scale
-        if self.update.stepped and scale.checks and self.update.overflowed is not None:
+        if self.update.stepped and scale.skips_overflows and self.update.overflowed is not None:
             scale = copy.deepcopy(scale)
             scale.updated(skipped=self.update.overflowed)
         return [scale.state_dict(), self.precision.inner_scale.state_dict()]

@@ -92,7 +92,7 @@ class Steady:
         if also is not None:
             self.optimizer = ref(optimizer)
             self.made_by = frozenset((number,))
-            scale = self._precision.scale.value() if self._precision.scale.checks else None
+            scale = self._precision.scale.value() if self._precision.scale.skips_overflows else None
             self._update.recorder.prepare_advance(self.made_by, scale=scale, num_extras=also)
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ class Steady:
 
     def close(self) -> bool:
         """Close the open update; return False if the full path is needed."""
-        if self.optimizer() is None or self._precision.scale.checks or self.scaler_calls.scaler is not None:
+        if self.optimizer() is None or self._precision.scale.skips_overflows or self.scaler_calls.scaler is not None:
             return False
         self._update.recorder.close(skipped=False, scale=None, made_by=self.made_by)
         return True

@@ -328,7 +328,7 @@ class NonFinite(Observer):
                 "unexplained_skips": unexplained,
                 "own_scaler": self.run.update.script_scaler is not None,
                 "session_policy": self.run.notes.session_policy,
-                "scaled": self.run.precision.scale.checks or self.run.update.script_scaler is not None,
+                "scaled": self.run.precision.scale.skips_overflows or self.run.update.script_scaler is not None,
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,

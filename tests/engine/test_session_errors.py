@@ -837,9 +837,9 @@ def test_nothing_is_checked_after_the_first_windows() -> None:
     session, model = built()
     seen = []
     for _ in range(5):
-        seen.append(type(session.state.watch).__name__)
+        seen.append(type(session.state.loop_checks).__name__)
         train(session, model, 1)
-    assert seen == ["FirstWindows"] * 3 + ["NoWatch"] * 2
+    assert seen == ["LoopChecks"] * 3 + ["NoLoopChecks"] * 2
 
 
 def test_an_unreferenced_session_owns_nothing() -> None:
