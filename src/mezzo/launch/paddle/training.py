@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
 import sys
@@ -131,16 +130,11 @@ class PaddleTraining(WithoutPyTorch):
 
     def keep_weights(self, patches: Patches) -> None:
         """Keep the models that the script drops, until ``patches`` are undone, because ``weights`` is read afterwards."""
-        self._run.kept_roots = []
+        self._run.keep_models()
 
     def weights(self) -> str:
         """Return a digest of the weights; empty unless ``keep_weights`` was called."""
-        if self._run.kept_roots is None:
-            return ""
-        digest = hashlib.sha256()
-        for parameter in {id(p): p for root in self._run.kept_roots for p in root.parameters()}.values():
-            digest.update(parameter.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return self._run.weights()
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""
@@ -304,7 +298,7 @@ def _record_scale(run: PaddleRun, original: Callable[..., Any], self: Any, *args
         run.observer.scaler_met(self)
     scaled = original(self, *args, **kwargs)
     if self._enable:
-        run.script_scaler = self
+        run.script_scaled(self)
     return scaled
 
 
@@ -318,7 +312,7 @@ def _record_step(run: PaddleRun, original: Callable[..., Any], self: Any, *args:
 def _record_update(run: PaddleRun, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     if self._enable:
-        run.script_scaler, run.script_scale = None, float(self._scale.item())
+        run.script_scaler_updated(float(self._scale.item()))
     return result
 
 
