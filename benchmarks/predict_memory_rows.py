@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.measure.predict.plan import HEADROOM
+from mezzo.measure.predict.plan import MEMORY_HEADROOM
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import ZeroGrad, record_training
@@ -181,7 +181,7 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
         if oom not in ("0", "1") or share > 0.94:
             continue
         fits = memory(limit_bytes=int(share * total)).fits
-        promised = memory(limit_bytes=int(share * total * (1 - HEADROOM))).fits
+        promised = memory(limit_bytes=int(share * total * (1 - MEMORY_HEADROOM))).fits
         found.promises += promised
         found.broken += promised and oom == "1"
         found.right.append(fits == (oom == "0"))

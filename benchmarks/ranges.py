@@ -63,7 +63,7 @@ def _step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[
     return step
 
 
-def _count(gradients: list[Tensor], add: exponents.Count) -> Callable[[], None]:
+def _count(gradients: list[Tensor], add: exponents.CountExponents) -> Callable[[], None]:
     tables = list(exponents.tables(len(gradients)))
     return lambda: add(gradients, tables)
 

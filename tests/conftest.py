@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers_backward import WAYS, backward_in
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from optional_libraries import LIBRARIES
 
 if not torch.cuda.is_available():

@@ -33,8 +33,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
         "torch.nn.parallel",
-        "matplotlib.backends.backend_svg",
-        "matplotlib.figure",
+        "matplotlib.ticker",
         "mezzo.cli",
         "mezzo.launch.child",
         "mezzo.launch.torch",

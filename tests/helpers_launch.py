@@ -19,11 +19,11 @@ from unittest import mock
 from mezzo.launch import child, runner
 from mezzo.launch.progress import read_latest
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import OneAfterAnother
 from mezzo.launch.torch import switched
 from mezzo.measure.live import Latest
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Memory, Steps
+from mezzo.studies.side_by_side import OneAfterAnother
 from paths import SCRIPTS
 
 PLAIN = "plain python"

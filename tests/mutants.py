@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mezzo"
 ROOMS = ("engine", "observe", "measure")
-LEFT_OUT = ("gpu", "cpu.py", "fp8_torchao.py", "cuda_peaks.py")
+LEFT_OUT = ("gpu", "cpu.py", "native_units.py", "cuda_peaks.py")
 """Names' beginnings of files that need a GPU or a compiler to run."""
 KEPT = ROOT / ".mutants"
 TESTS_OF_A_MUTANT = 100

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from mezzo.error_texts import advice_for, asks_for_a_gpu, leaves_range, refuses_format, requested_bytes
+from mezzo.error_texts import (
+    advice_for,
+    asks_for_a_gpu,
+    is_of_sparse_tensor,
+    leaves_range,
+    missing_key,
+    missing_module,
+    refuses_format,
+    requested_bytes,
+)
 
 APEX = "to run it with Mezzo's, type: python -m mezzo.compat.apex SCRIPT"
 
@@ -30,6 +40,29 @@ def test_an_error_is_followed_by_what_to_do(error: str, said: str) -> None:
     advice = advice_for(error)
     assert said in advice
     assert bool(said) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("statement", "module", "key"),
+    [
+        ("import no_such_module.inner", "no_such_module", ""),
+        ("import os; os.environ['NO_SUCH_VARIABLE']", "", "NO_SUCH_VARIABLE"),
+        ("{}[3]", "", ""),
+        ("raise ModuleNotFoundError('none')", "", ""),
+    ],
+)
+def test_what_python_did_not_find_is_named(statement: str, module: str, key: str) -> None:
+    with pytest.raises((LookupError, ImportError)) as caught:
+        exec(statement, {})
+    error = f"train.py:1: {type(caught.value).__name__}: {caught.value}"
+    assert (missing_module(error), missing_key(error)) == (module, key)
+
+
+def test_a_sparse_tensor_without_storage_is_known_by_its_error() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        torch.eye(2).to_sparse().untyped_storage()
+    assert is_of_sparse_tensor(str(caught.value))
+    assert not is_of_sparse_tensor("RuntimeError: CUDA out of memory")
 
 
 def test_a_script_that_needs_a_gpu_is_known_by_its_error() -> None:

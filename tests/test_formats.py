@@ -5,7 +5,22 @@ import math
 import pytest
 import torch
 
-from mezzo.formats import BF16, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP16, FP32, FP64, TF32, Format, format_of
+from mezzo.formats import (
+    BF16,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FORMATS,
+    FP16,
+    FP32,
+    FP64,
+    RECIPES,
+    TF32,
+    Format,
+    Scaling,
+    format_of,
+)
 
 STORED = [FP64, FP32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]
 DTYPES = {
@@ -107,3 +122,50 @@ def test_tf32_is_stored_as_fp32() -> None:
 )
 def test_format_of_anything_else_is_none(dtype: torch.dtype) -> None:
     assert format_of(dtype) is None
+
+
+E8M0 = Format(name="e8m0", exponent_bits=8, mantissa_bits=0, signed=False, has_inf=False)
+BY_32 = Scaling(extent=32, format=E8M0, rule="power of two below")
+BY_16 = Scaling(extent=16, format=E4M3, over=Scaling(extent="tensor", format=FP32))
+BLOCKS = [
+    # format, largest, smallest normal and subnormal, bits of a value with its share of the scales, bits for the whole tensor
+    (
+        Format(name="mxfp8", exponent_bits=4, mantissa_bits=3, has_inf=False, scaling=BY_32),
+        448.0,
+        2.0**-6,
+        2.0**-9,
+        8.25,
+        0,
+    ),
+    (Format(name="mxfp8e5", exponent_bits=5, mantissa_bits=2, scaling=BY_32), 57344.0, 2.0**-14, 2.0**-16, 8.25, 0),
+    (
+        Format(name="mxfp6", exponent_bits=2, mantissa_bits=3, has_inf=False, has_nan=False, scaling=BY_32),
+        *(7.5, 1.0, 0.125, 6.25, 0),
+    ),
+    (
+        Format(name="mxfp6e3", exponent_bits=3, mantissa_bits=2, has_inf=False, has_nan=False, scaling=BY_32),
+        *(28.0, 0.25, 0.0625, 6.25, 0),
+    ),
+    (
+        Format(name="mxfp4", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False, scaling=BY_32),
+        *(6.0, 1.0, 0.5, 4.25, 0),
+    ),
+    (
+        Format(name="nvfp4", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False, scaling=BY_16),
+        *(6.0, 1.0, 0.5, 4.5, 32),
+    ),
+    (E8M0, 2.0**127, 2.0**-127, 2.0**-127, 8, 0),
+    (RECIPES["tensorwise", "ocp"].gradients, 57344.0, 2.0**-14, 2.0**-16, 8, 32),
+    (RECIPES["rowwise", "fnuz"].gradients, 240.0, 2.0**-7, 2.0**-10, 8, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "largest", "normal", "smallest", "bits", "of_tensor"), BLOCKS, ids=[str(row[0].name) for row in BLOCKS]
+)
+def test_formats_with_scales(
+    fmt: Format, largest: float, normal: float, smallest: float, bits: float, of_tensor: int
+) -> None:
+    """The formats of the Open Compute Project (OCP MX 1.0, tables 1 to 7) and NVIDIA's NVFP4, by hand."""
+    found = (fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.bits_per_value, fmt.bits_per_tensor)
+    assert found == (largest, normal, smallest, bits, of_tensor)

@@ -10,7 +10,7 @@ import pytest
 from mezzo import oplists
 from mezzo.engine.casts.registration import find_op
 from mezzo.errors import PolicyError
-from mezzo.oplists import ALIASES, FAMILIES, Precision, assign, python_name, resolve
+from mezzo.oplists import FAMILIES, SYNONYMS, Precision, assign, python_name, resolve
 
 # Operations that the lists lower, widen or keep in FP32 and that CUDA's autocast does not register: whole recurrent layers, by
 # the name that Python calls rather than by the cuDNN kernel.
@@ -94,7 +94,7 @@ DOCUMENTED: dict[Precision, str] = {
 )
 def test_precision_is_the_documented_one(precision: Precision, name: str) -> None:
     chosen = assign((), (), ())
-    for names in (REFLECTED, COMPOSED, ALIASES):
+    for names in (REFLECTED, COMPOSED, SYNONYMS):
         name = names.get(name, name)
     assert {p for op, p in chosen.items() if python_name(op) == name} == {precision}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mezzo.engine.arguments import set_fp32_products
+from mezzo.engine.matrix_units.native_units import set_fp32_products
 
 Step = Callable[[], Any]
 

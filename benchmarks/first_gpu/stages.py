@@ -24,7 +24,7 @@ TEST_FILES = (
     "tests/gpu/test_gpu_runs.py",
     "tests/engine/test_captured_step.py",
     "tests/gpu/test_gpu_values.py",
-    "tests/engine/matrix_units/test_fp8.py",
+    "tests/engine/matrix_units/test_native_units_fp8.py",
     "tests/observe/ranges/test_ranges_casts.py",
     "tests/engine/kernels/test_kernels_low_memory.py",
 )

@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
-from mezzo.commands.compare.quantities import Absolute, Flags, Margin, PairStatistics, Quantity
+from mezzo.commands.compare.quantities import Absolute, BoolArray, Margin, PairStatistics, Quantity
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 2.0, 5.0)
 CLOSENESS = (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, math.inf)
@@ -79,7 +79,7 @@ def judged(differences: Array, baseline: Array, *, share: float) -> str | None:
     return next((v for v in verdicts if _are(v, differences[None], baseline[None], share=share).all()), None)
 
 
-def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> Flags:
+def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> BoolArray:
     """Return which rows of samples end in ``verdict``, by the functions that judge runs."""
     num_seeds = differences.shape[1]
     quantity = Quantity(

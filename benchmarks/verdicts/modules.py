@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.verdicts.rates import Array, Rate, drawn, worst
 from mezzo.commands.fallback.find import default_tolerance, find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings
@@ -106,7 +106,7 @@ class _Training:
         self._flops = rng.integers(1, 100, len(MODULES))
         self._culprit = int(rng.integers(len(MODULES))) if setting.lost else -1
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         local = self._modules() if settings.role == "reference" else []
         errors = self._errors(policy, settings)[: None if settings.all_steps else 1]
         steps = [

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
@@ -185,7 +185,7 @@ def fallback(
             hint="pass a function that runs training steps: mezzo.fallback(train)",
         )
 
-    def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def measure(policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         with state_restored() as optimizers, amp_off():
             trained, run, _ = _trained(
                 train, policy, settings, optimizers, catches=(NonFiniteLossError, ScaleFloorError)

@@ -1,6 +1,6 @@
 """Operations whose 16-bit kernels differ between CUDA and a CPU, as data.
 
-``MISSING``    operations without a CUDA kernel in FP16 or BF16, with torch's own words there: a policy that is emulated on a CPU
+``MISSING_KERNELS``    operations without a CUDA kernel in FP16 or BF16, with torch's own words there: a policy that is emulated on a CPU
                refuses what they refuse
 ``CPU_LACKS``  operations that CUDA computes in FP16 or BF16 and a CPU does not: they are emulated
 
@@ -90,7 +90,7 @@ _CHECKS = {
 
 _COMPLEX = "Expected both inputs to be Half, Float or Double tensors but got {dtype} and {dtype}"
 
-MISSING: tuple[Missing, ...] = (
+MISSING_KERNELS: tuple[Missing, ...] = (
     *(Missing(op=op, words=_kernel(name)) for op, name in map(str.split, _KERNELS.strip().splitlines())),
     *(Missing(op=f"special_{name}", words=_kernel(f"{name}_cuda")) for name in _SPECIAL.split()),
     *(Missing(op=op, words=words) for op, words in _CHECKS.items()),

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, FP64, TF32, Format
+from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, FP64, RECIPE_NAMES, TF32, Format
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,15 @@ class Device:
     def support(self, fmt: Format) -> Support:
         """Return how this device computes in ``fmt``."""
         level, reason = self._level(fmt)
+        first, beyond = _ROW_SCALES
+        if level == "native" and fmt.scaling is not None and fmt.scaling.extent == "row":
+            if self.architecture is not None:
+                level, reason = "emulated", f"row-wise FP8 is not known to run on {self.architecture}"
+            elif self.capability is not None and not first <= self.capability < beyond:
+                known = f"from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
+                level, reason = "emulated", f"{_capability(self.capability)}, and row-wise FP8 is known to run {known}"
+            if level == "emulated":
+                reason += f"; fp8_recipe={RECIPE_NAMES[0]} is native here"
         return Support(format=fmt.name, level=level, reason=reason)
 
     @property
@@ -115,21 +124,6 @@ class Device:
     def has_run(self) -> bool:
         """Whether Mezzo has run on such a device."""
         return self.kind == "cpu" or (self.kind == "cuda" and self.architecture is None and "H100" in self.name)
-
-    def support_for_row_scales(self, fmt: Format) -> Support:
-        """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have one scale per row."""
-        support = self.support(fmt)
-        first, beyond = _ROW_SCALES
-        if support.level != "native":
-            return support
-        if self.architecture is not None:
-            why = f"row-wise FP8 is not known to run on {self.architecture}"
-        elif self.capability is None or first <= self.capability < beyond:
-            return support
-        else:
-            known = f"from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
-            why = f"{_capability(self.capability)}, and row-wise FP8 is known to run {known}"
-        return Support(format=fmt.name, level="emulated", reason=f"{why}; fp8_recipe=tensorwise is native here")
 
     def _level(self, fmt: Format) -> tuple[Level, str]:
         if fmt is FP64 and not self.has_fp64:

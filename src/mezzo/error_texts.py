@@ -44,6 +44,8 @@ _PEER_MISSING = re.compile(
     re.IGNORECASE,
 )
 """Words in the errors that a process raises because another process is missing."""
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_MISSING_KEY = re.compile(r"KeyError: '(\w+)'$")
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -81,6 +83,23 @@ def is_of_freed_graph(message: str) -> bool:
 def is_of_full_host(message: str) -> bool:
     """Return whether torch could not allocate memory of the host, which it says in a plain RuntimeError."""
     return "allocate memory" in message
+
+
+def is_of_sparse_tensor(error: str) -> bool:
+    """Return whether torch lacks an operation on a sparse tensor."""
+    return "SparseTensorImpl" in error
+
+
+def missing_module(error: str) -> str:
+    """Return the module that Python did not find; empty if the error is another one."""
+    found = _MISSING_MODULE.search(error)
+    return "" if found is None else found[1]
+
+
+def missing_key(error: str) -> str:
+    """Return the text that a mapping, such as ``os.environ``, has no value for; empty if the error is another one."""
+    found = _MISSING_KEY.search(error)
+    return "" if found is None else found[1]
 
 
 def requested_bytes(message: str) -> int | None:

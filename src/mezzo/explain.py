@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.policyfields import PolicyFields
+from mezzo.policyfields import PolicyFields, recipe_of
 
 NOT_HONOURED = "not honoured"
 """The first words of a choice's value if a framework cannot do what the policy asks."""
@@ -100,12 +100,10 @@ def _compute(policy: PolicyFields, device: Device, arithmetic: str, why: str) ->
 
 
 def _recipe(policy: PolicyFields) -> Choice:
-    e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
-    value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
-    if policy.fp8_recipe == "tensorwise":
-        return _choice("fp8 recipe", value, "one scale per tensor, from its largest magnitude at each use")
-    reason = "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only"
-    return _choice("fp8 recipe", value, reason)
+    recipe = recipe_of(policy)
+    assert recipe is not None
+    value = f"{recipe.name}: operands {recipe.values.name}, gradients {recipe.gradients.name}"
+    return _choice("fp8 recipe", value, recipe.reason)
 
 
 def _fp8_speed(arithmetic: str) -> Choice:

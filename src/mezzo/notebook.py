@@ -26,7 +26,7 @@ from mezzo.temporary import temporary_folder
 if TYPE_CHECKING:
     from mezzo.records import AnyRecord
 
-CELLS = Path("runs") / "cells"
+CELLS_FOLDER = Path("runs") / "cells"
 """Where cells are written, under the notebook's folder: tracebacks and records name these files."""
 _FIRST_LINE = "# %%mezzo\n"
 """In place of the magic, so that lines have the numbers that the notebook shows."""
@@ -155,7 +155,7 @@ def _point_out_variables(errors: str) -> None:
 def _written(cell: str) -> Path:
     """Write a cell to a file that is named after its text, so that no record ever names another cell's lines."""
     text = _FIRST_LINE + cell
-    path = CELLS / f"cell-{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
+    path = CELLS_FOLDER / f"cell-{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path

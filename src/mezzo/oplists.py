@@ -175,7 +175,7 @@ FAMILIES: tuple[Family, ...] = (
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
-ALIASES = {"arccos": "acos", "arcsin": "asin", "arctan2": "atan2", "__matmul__": "matmul", "__pow__": "pow"}
+SYNONYMS = {"arccos": "acos", "arcsin": "asin", "arctan2": "atan2", "__matmul__": "matmul", "__pow__": "pow"}
 """Python's other names of listed operations."""
 
 
@@ -189,7 +189,7 @@ _FAMILY_OF_OP = {python_name(op): family for family in FAMILIES for op in family
 
 def is_listed(name: str) -> bool:
     """Return whether ``name`` is that of a family or of an operation of one."""
-    return name in BY_NAME or ALIASES.get(name, name).removeprefix("linalg_") in _FAMILY_OF_OP
+    return name in BY_NAME or SYNONYMS.get(name, name).removeprefix("linalg_") in _FAMILY_OF_OP
 
 
 def resolve(name: str) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ def resolve(name: str) -> tuple[str, ...]:
             f"unknown operation or family {name!r}; {known}, and the operations in them",
             hint="name a family such as 'softmax' or an operation such as 'log_softmax'",
         )
-    plain = ALIASES.get(name, name).removeprefix("linalg_")
+    plain = SYNONYMS.get(name, name).removeprefix("linalg_")
     return tuple(op for op in _FAMILY_OF_OP[plain].ops if python_name(op) == plain)
 
 

@@ -23,7 +23,7 @@ from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import Choices, explain, in_short
-from mezzo.policyfields import COUNTS, NAMES, RANGES, PolicyFields, check_policy
+from mezzo.policyfields import INTEGER_FIELDS, MODULE_FIELDS, RANGES, PolicyFields, check_policy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -154,20 +154,20 @@ def _preset(name: str) -> Policy:
     found = PRESETS.get(canonical(name))
     if found is None:
         raise PolicyError(
-            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name.lower()), [*PRESETS, *ALIASES])}",
+            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name.lower()), [*PRESETS, *POLICY_ALIASES])}",
             hint="name a preset, another library's name for it, or a .toml policy file",
         )
     return found
 
 
 def _read(field: str, text: str) -> Any:
-    if field in NAMES:
+    if field in MODULE_FIELDS:
         return tuple(part for part in text.split("+") if part)
     if field == "master_weights":
         return {"true": True, "false": False}.get(text.lower(), text)
     if field in RANGES:
         try:
-            return int(text) if field in COUNTS else float(text)
+            return int(text) if field in INTEGER_FIELDS else float(text)
         except ValueError:
             return text  # refused with its range by _check_numbers
     return text
@@ -212,30 +212,20 @@ def _presets() -> list[Policy]:
 
 PRESETS.update({policy.name: policy for policy in _presets()})
 
-ALIASES = {
-    # NVIDIA Apex
-    "O0": "fp32",
-    "O1": "fp16",
-    "O2": "fp16-master",
-    "O3": "fp16-pure",
-    # Lightning
-    "32-true": "fp32",
-    "16-mixed": "fp16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16-pure",
-    "bf16-true": "bf16-pure",
-    # Hugging Face
-    "no": "fp32",
-    # PyTorch
-    "float32": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "amp": "fp16",  # torch.amp without a dtype, on CUDA
-    # Keras
-    "mixed_float16": "fp16",
-    "mixed_bfloat16": "bf16",
+NAMES_ELSEWHERE: dict[str, dict[str, str]] = {
+    "apex": {"O0": "fp32", "O1": "fp16", "O2": "fp16-master", "O3": "fp16-pure"},
+    "lightning": {
+        "32-true": "fp32",
+        "16-mixed": "fp16",
+        "bf16-mixed": "bf16",
+        "16-true": "fp16-pure",
+        "bf16-true": "bf16-pure",
+    },
+    "huggingface": {"no": "fp32"},
+    "torch": {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "amp": "fp16"},  # amp: on CUDA
+    "keras": {"mixed_float16": "fp16", "mixed_bfloat16": "bf16"},
 }
 """Other libraries' names of the presets."""
+POLICY_ALIASES = {name: preset for names in NAMES_ELSEWHERE.values() for name, preset in names.items()}
 
-_CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **ALIASES}.items()}
+_CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **POLICY_ALIASES}.items()}

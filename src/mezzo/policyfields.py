@@ -10,29 +10,28 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-Casting = Literal["none", "ops", "model"]
-LossScale = Literal["none", "static", "dynamic"]
+CastingKind = Literal["none", "ops", "model"]
+LossScaleKind = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
-Fp8Recipe = Literal["tensorwise", "rowwise"]
 Fp8Formats = Literal["ocp", "fnuz"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
 
 DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 """The fields that say how a dynamic loss scale changes."""
-COUNTS = ("growth_interval", "hysteresis", "world")
+INTEGER_FIELDS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
-NAMES = ("lower", "fp32", "widest", "fp32_modules")
+MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules")
 WORDS: dict[str, tuple[object, ...]] = {
     "compute": get_args(Compute),
-    "casting": get_args(Casting),
+    "casting": get_args(CastingKind),
     "norms": ("fp32", "compute"),
     "master_weights": (True, False),
-    "loss_scale": get_args(LossScale),
+    "loss_scale": get_args(LossScaleKind),
     "arithmetic": get_args(Arithmetic),
     "op_lists": get_args(OpLists),
-    "fp8_recipe": get_args(Fp8Recipe),
+    "fp8_recipe": formats.RECIPE_NAMES,
     "fp8_formats": get_args(Fp8Formats),
     "reduce": get_args(Exchanged),
     "gather": get_args(Exchanged),
@@ -58,13 +57,13 @@ class PolicyFields:
     """The preset that it is based on."""
     compute: Compute = "fp32"
     """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
-    casting: Casting = "none"
+    casting: CastingKind = "none"
     """``ops``: operation by operation, by the op lists. ``model``: the model's weights and inputs are cast."""
     norms: Literal["fp32", "compute"] = "fp32"
     """With ``casting=model``: the format of normalisation layers."""
     master_weights: bool = False
     """With ``casting=model``: the optimizer updates FP32 copies of the weights."""
-    loss_scale: LossScale = "none"
+    loss_scale: LossScaleKind = "none"
     init_scale: float = 65536.0
     """Loss scale at the start; the loss scale itself when ``loss_scale=static``."""
     growth_factor: float = 2.0
@@ -80,7 +79,7 @@ class PolicyFields:
     """``native`` kernels, ``emulated`` ones, or the better of the two for the device."""
     op_lists: OpLists = "portable"
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
-    fp8_recipe: Fp8Recipe = "tensorwise"
+    fp8_recipe: str = formats.RECIPE_NAMES[0]
     """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
@@ -115,8 +114,9 @@ class PolicyFields:
     @property
     def required_formats(self) -> tuple[formats.Format, ...]:
         """The formats that the device has to compute in."""
-        if self.compute == "fp8":
-            return formats.FP8_PAIRS[self.fp8_formats]
+        recipe = recipe_of(self)
+        if recipe is not None:
+            return recipe.values, recipe.gradients
         return (formats.FORMATS[self.compute],)
 
     def arithmetic_on(self, device: Device) -> tuple[Literal["native", "emulated"], str]:
@@ -126,8 +126,6 @@ class PolicyFields:
             UnsupportedFormatError: native arithmetic was requested on a device that has none.
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
-        if self.fp8_recipe == "rowwise":
-            supports.append(device.support_for_row_scales(self.required_formats[0]))
         worst = next((s for s in supports if s.level != "native"), supports[0])
         if not self.lowers:
             return "native", worst.reason
@@ -151,6 +149,11 @@ class PolicyFields:
             )
         why = "asks for native arithmetic" if self.arithmetic == "native" else "asks for device lists"
         return f"the policy {why}; {reason}"
+
+
+def recipe_of(policy: PolicyFields) -> formats.Recipe | None:
+    """Return how linear layers compute in 8 bits under ``policy``; None if they do not."""
+    return formats.RECIPES[policy.fp8_recipe, policy.fp8_formats] if policy.compute == "fp8" else None
 
 
 def check_policy(policy: PolicyFields) -> None:
@@ -177,14 +180,14 @@ def _check_words(policy: PolicyFields) -> None:
 def _check_numbers(policy: PolicyFields) -> None:
     for field, (low, high) in RANGES.items():
         value = getattr(policy, field)
-        kinds, noun = ((int,), "whole number") if field in COUNTS else ((int, float), "number")
+        kinds, noun = ((int,), "whole number") if field in INTEGER_FIELDS else ((int, float), "number")
         number = isinstance(value, kinds) and not isinstance(value, bool)
         if not number or not low <= value <= high:
             raise PolicyError(
                 f"policy field {field}={value!r}; allowed: a {noun} from {low:g} to {high:g}",
                 hint=f"choose {field} inside that range",
             )
-    for field in NAMES:
+    for field in MODULE_FIELDS:
         value = getattr(policy, field)
         if not isinstance(value, tuple) or not all(_is_name(v) for v in value):
             raise PolicyError(
@@ -227,8 +230,8 @@ def _check_combination(policy: PolicyFields) -> None:
             "op_lists=device and arithmetic=emulated contradict each other",
             hint="device lists are torch's own native kernels; emulation follows the portable lists",
         )
-    for field, default in (("fp8_recipe", "tensorwise"), ("fp8_formats", "ocp")):
-        if getattr(policy, field) != default and policy.compute != "fp8":
+    for field in ("fp8_recipe", "fp8_formats"):
+        if getattr(policy, field) != getattr(PolicyFields, field) and policy.compute != "fp8":
             raise PolicyError(
                 f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
                 hint=f"leave {field} out, or start from the preset fp8",

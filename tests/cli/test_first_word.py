@@ -15,7 +15,7 @@ from typer.main import get_command
 from wrong_lines import FILES, WRONG
 
 from mezzo.cli.parser import app
-from mezzo.cli.words import WORDS
+from mezzo.cli.words import TYPED_WORDS
 
 ALL_IN_ONE_PROCESS = """
 import contextlib, io, json, shlex, sys
@@ -76,11 +76,11 @@ def test_what_is_said_to_type_is_not_refused_for_its_options(folder: Path, monke
         name, *rest = shlex.split(line)[1:]
         if name not in COMMANDS or rest[-1:] == ["--help"] or "{" in line:
             continue
-        token = WORDS.set((name, *rest))
+        token = TYPED_WORDS.set((name, *rest))
         try:
             COMMANDS[name].make_context(name, rest)
         except Exception as error:
             refused.append((line, str(error)))
         finally:
-            WORDS.reset(token)
+            TYPED_WORDS.reset(token)
     assert refused == []

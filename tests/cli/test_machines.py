@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from mezzo.cli.machines import TypeAdapter, check_times, how_placed, machine_of, name_of
+from mezzo.cli.machines import check_times, how_placed, machine_of, name_of
 from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
-from mezzo.launch.on_cluster import OnCluster
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
 from mezzo.records import Placement
+from mezzo.studies.on_cluster import OnCluster
+from mezzo.studies.side_by_side import RequestAndRecord, SideBySide, Slot, one_after_another
 from record_builders import run_record
 
 H100 = Device(kind="cuda", name="NVIDIA H100", capability=(9, 0), flags=frozenset({"a"}))
@@ -34,7 +35,7 @@ class Worker(OnCluster):
         super().__init__(Cluster(None), jobs=None, note=print)  # type: ignore[arg-type]
         self._says = says
 
-    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[RequestAndRecord]:
         (request,) = requests
         assert request.target == "mezzo.cli.machines"
         file = Path(request.arguments[0])

@@ -18,7 +18,7 @@ from mezzo.cli.parser import app
 from mezzo.cli.shown_help import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.vocabulary import COMMANDS as OTHER_COMMANDS
 from mezzo.cli.vocabulary import EXAMPLES, OTHER_NAMES, RENAMED
-from mezzo.cli.words import WORDS
+from mezzo.cli.words import TYPED_WORDS
 from mezzo.measure.predict import named
 from mezzo.policy import PRESETS, Policy
 from paths import ROOT
@@ -85,9 +85,9 @@ def test_the_example_of_a_command_is_not_refused(command: str, tmp_path: Path, m
     for line in lines:
         words = shlex.split(line)
         assert words[:2] == ["mezzo", command]
-        token = WORDS.set(tuple(words[1:]))
+        token = TYPED_WORDS.set(tuple(words[1:]))
         COMMANDS[command].make_context(command, words[2:])
-        WORDS.reset(token)
+        TYPED_WORDS.reset(token)
 
 
 def test_mezzo_alone_shows_the_questions_and_all_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

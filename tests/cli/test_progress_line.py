@@ -161,7 +161,7 @@ def test_waits_are_shown_only_while_a_script_is_watched(tmp_path: Path, clock: C
 def test_plain_lines_come_seldom_and_only_while_something_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("mezzo.launch.progress.REPORT_EVERY_S", 0.01)
     with shown() as progress:
         assert shown().__enter__() is progress  # a command inside another one uses the same display
         one = request(tmp_path, "bf16", None)
@@ -181,7 +181,7 @@ def test_plain_lines_come_seldom_and_only_while_something_runs(
 def test_a_line_moves_only_while_the_script_does_not_print_to_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, passes_output: bool
 ) -> None:
-    monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("mezzo.launch.progress.REPORT_EVERY_S", 0.01)
     file = io.StringIO()
     progress = ProgressDisplay(Console(file=file, width=60, force_terminal=True, color_system=None))
     live = Live(console=progress.console, auto_refresh=False, transient=True)

@@ -19,7 +19,7 @@ from mezzo import cli
 from mezzo.cli import results
 from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.script import Script
-from mezzo.cli.words import WORDS
+from mezzo.cli.words import TYPED_WORDS
 from mezzo.errors import UsageError
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import variables_that_matter
@@ -201,9 +201,9 @@ def left_by(*words: str, folder: str = "", **more: Any) -> RunRecord:
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    token = WORDS.set(("run", "--out", "out", "train.py"))
+    token = TYPED_WORDS.set(("run", "--out", "out", "train.py"))
     yield tmp_path / "out"
-    WORDS.reset(token)
+    TYPED_WORDS.reset(token)
 
 
 SAME = ("run", "--out", "out", "train.py")

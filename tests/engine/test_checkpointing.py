@@ -19,7 +19,7 @@ import mezzo
 from mezzo import Session, SessionError
 from mezzo.engine import checkpointing
 from mezzo.engine.checkpointing import Keeps
-from mezzo.measure.flops import COUNTS
+from mezzo.measure.flops import FLOP_COUNTS
 
 POLICIES = ["fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8"]
 NATIVE = ["fp16:arithmetic=native", "bf16:op_lists=device", "fp16:fp32_modules=blocks.1.feed"]
@@ -263,9 +263,9 @@ def test_a_kept_product_that_is_changed_in_place_is_an_error() -> None:
 
 def test_products_are_what_flops_are_counted_of() -> None:
     """Apart from backward passes, recurrent layers and the sparse products, whose results are not tensors that can be returned again."""
-    packets = {op.overloadpacket for op in checkpointing.PRODUCTS}
-    left = {packet.__name__ for packet in set(COUNTS) - packets}
-    assert packets <= set(COUNTS)
+    packets = {op.overloadpacket for op in checkpointing.PRODUCT_OVERLOADS}
+    left = {packet.__name__ for packet in set(FLOP_COUNTS) - packets}
+    assert packets <= set(FLOP_COUNTS)
     assert {name for name in left if "backward" not in name} == {
         *("_cudnn_rnn", "mkldnn_rnn_layer", "_sparse_addmm", "_sparse_sparse_matmul"),
         *("vdot", "addr", "_euclidean_dist"),

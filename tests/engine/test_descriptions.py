@@ -12,7 +12,7 @@ import mezzo
 from helpers_engine import batches
 from mezzo import Session
 from mezzo.engine.descriptions import host_value
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.engine.scaling import DynamicScale, NoScale, StaticScale
 
 

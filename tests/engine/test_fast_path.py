@@ -11,7 +11,7 @@ from torch import nn
 import mezzo
 from mezzo.devices import Device
 from mezzo.engine.fast_path import fast_path
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 
 H100 = Device(kind="cuda", name="H100", capability=(9, 0))
 A100 = Device(kind="cuda", name="A100", capability=(8, 0))

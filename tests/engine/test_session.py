@@ -29,7 +29,7 @@ from mezzo import (
     Session,
     SessionError,
 )
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.engine.state import open_window
 from mezzo.policy import PRESETS
 

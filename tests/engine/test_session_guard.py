@@ -15,7 +15,7 @@ from torch import nn
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.checks import PrecisionWarning
-from mezzo.engine.session_guard import Arrivals, Row
+from mezzo.engine.session_guard import Arrivals, WatchedNumbers
 from mezzo.engine.state import NoWatch
 from mezzo.errors import GuardError
 
@@ -121,10 +121,10 @@ def test_it_returns_three_times_and_then_stops(tmp_path: Path) -> None:
 
 def in_batches(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the numbers arrive as from a GPU, ``rows`` updates at a time."""
-    waiting: list[Row] = []
+    waiting: list[WatchedNumbers] = []
     arrived = Arrivals.arrived
 
-    def together(arrivals: Arrivals) -> Iterator[Row]:
+    def together(arrivals: Arrivals) -> Iterator[WatchedNumbers]:
         waiting.extend(arrived(arrivals))
         if len(waiting) == rows:
             yield from waiting[:]

@@ -11,7 +11,7 @@ import pytest
 from paddle_runs import batches, network, numbers, observed, paddle
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.errors import ScriptError
 from mezzo.launch.paddle.fallback import relative_error
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
@@ -61,7 +61,7 @@ def fragile() -> Any:
 
 
 def searched(code: Callable[[], None], policy: str, folder: Path) -> FallbackRecord:
-    def measure(chosen: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def measure(chosen: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         observer, run = observed(code, str(chosen), settings)
         observer.record(run)
         return checked(read_measured(settings), run, where="here", role=settings.role), run

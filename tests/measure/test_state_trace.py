@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mezzo.commands.resume_check.judgement import start_of
-from mezzo.measure.state_trace import Moment, OptimizerState, Point, RunTrace, Written, line_of, read_trace
+from mezzo.measure.state_trace import Moment, OptimizerState, Point, RunTrace, WrittenFile, line_of, read_trace
 
 FIRST = Point(
     updates=3,
@@ -20,7 +20,7 @@ def test_a_trace_survives_a_kill(tmp_path: Path) -> None:
     lines = [
         line_of("point", FIRST),
         line_of("drew", {"updates": 3, "generators": ["torch"]}),
-        line_of("wrote", Written(path="last.pt", updates=3, is_checkpoint=True)),
+        line_of("wrote", WrittenFile(path="last.pt", updates=3, is_checkpoint=True)),
         line_of("point", Point(updates=4))[:20],
     ]
     path.write_text("".join(lines), encoding="utf-8")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mezzo.measure.steps import CHUNK, StepRecorder, _combined_norm
+from mezzo.measure.steps import CHUNK_LENGTH, StepRecorder, _combined_norm
 
 
 @pytest.mark.parametrize(("norms", "expected"), [([3.0, 4.0], 5.0), ([2.0], 2.0), ([0.0], 0.0)])
@@ -91,7 +91,7 @@ def test_advance_fills_a_chunk_before_it_begins_another() -> None:
     recorder.close(skipped=False, scale=None)
     recorder.prepare_advance(frozenset())
     chunks = []
-    for step in range(1, 2 * CHUNK):
+    for step in range(1, 2 * CHUNK_LENGTH):
         assert recorder.advance(torch.tensor(float(step)))
-        chunks.append(recorder._numbers[torch.device("cpu")].chunk_start // CHUNK)
-    assert chunks == [step // CHUNK for step in range(1, 2 * CHUNK)]
+        chunks.append(recorder._numbers[torch.device("cpu")].chunk_start // CHUNK_LENGTH)
+    assert chunks == [step // CHUNK_LENGTH for step in range(1, 2 * CHUNK_LENGTH)]

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from mezzo.observe.lint.torch_calls import AverageView, GradientView
 from mezzo.observe.tensors import is_finite, operand, region, storage, storage_of
-from mezzo.observe.trace import Region
+from mezzo.observe.trace import CoveredElements
 
 
 def test_a_view_has_the_memory_of_what_it_is_a_view_of() -> None:
@@ -56,7 +56,9 @@ def test_magnitudes_of_every_format_are_its_own(dtype: torch.dtype) -> None:
         (lambda t: t.to_sparse(), ()),
     ],
 )
-def test_the_part_of_a_storage_that_a_tensor_is_made_of(view: Callable[[Tensor], Tensor], part: Region) -> None:
+def test_the_part_of_a_storage_that_a_tensor_is_made_of(
+    view: Callable[[Tensor], Tensor], part: CoveredElements
+) -> None:
     assert region(view(torch.zeros(4, 6))) == part
 
 

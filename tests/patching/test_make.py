@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Kind, Patch, Refused, Style, make_patch
+from mezzo.patching import Kind, Patch, Refused, make_patch
 from mezzo.policy import Policy
+from mezzo.report.colours import Style
 from paths import ROOT, SCRIPTS, TESTS
 
 DIFFS = TESTS / "patching" / "diffs"

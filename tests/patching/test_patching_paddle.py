@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Patch, Refused, Style, make_patch
+from mezzo.patching import Patch, Refused, make_patch
 from mezzo.policy import Policy
+from mezzo.report.colours import Style
 
 LOOP = """import paddle
 from paddle import nn

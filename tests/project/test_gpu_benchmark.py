@@ -32,7 +32,7 @@ from benchmarks.contest.ways import Contestant, NotHereError, _in_a_graph, build
 from benchmarks.contest.workloads import workload
 from benchmarks.gpu import main, supervise
 
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.errors import UnsupportedFormatError
 
 LOOP = Way("torch.amp", "fp32")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
 
@@ -82,12 +82,13 @@ MAY_IMPORT = {
     "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # composes counters and observers
+    "studies": f"{FACTS} children measure launch studies",  # runs in child processes; a command says which
     "callables": f"{FACTS} measure observe launch commands",
     "report": "errors error_texts secrets readable records report",  # with each command's page
     "notebook": "temporary records report",
     "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
-    "commands": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
-    "cli": f"{FACTS} children frameworks engine measure observe patching launch report cli commands __init__",
+    "commands": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
+    "cli": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
     "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
@@ -475,6 +476,7 @@ FRAMEWORKS_NAMED = {
     "patching/make.py": "which of the styles a script is patched in",
     "patching/text.py": "names of these styles",
     "patching/reading.py": "what the calls of each library do",
+    "policy.py": "the names of presets in other libraries",
     "records/run.py": "the libraries in the records of this version",
     "commands/check/patches.py": "a patch of the library's own mixed precision",
     "commands/diagnose/fixes.py": "what a library cannot do",
@@ -539,7 +541,7 @@ REACHED: dict[str, int] = {
     "observe.fallback.evidence.Measurements": 3,
     "observe.lint.gradients.GradientState": 22,
     "observe.lint.scalers.Scalers": 1,
-    "observe.nonfinite.evidence.Source": 10,
+    "observe.nonfinite.evidence.FaultSource": 10,
     "observe.nonfinite.propagation.InfinityTracer": 1,
     "observe.nonfinite.shadows.Recomputable": 1,
     "observe.observer.Observer": 1,
@@ -810,36 +812,56 @@ def constants_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
     """Return public constants that several files give the same literal value."""
     found: dict[tuple[str, str], list[str]] = {}
     for path, source in sources.items():
-        for node in tree_of(source).body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            value = getattr(node, "value", None)
-            if (
-                isinstance(target, ast.Name)
-                and target.id.strip("_").isupper()
-                and isinstance(value, (ast.Constant, ast.Tuple))
-            ):
-                found.setdefault((target.id.strip("_"), ast.unparse(value)), []).append(path)
+        for name, value in _assigned(source):
+            if name.strip("_").isupper() and isinstance(value, (ast.Constant, ast.Tuple)):
+                found.setdefault((name.strip("_"), ast.unparse(value)), []).append(path)
     return {f"{name} = {value}": paths for (name, value), paths in found.items() if len(paths) > 1}
 
 
-SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
+def _assigned(source: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a module assigns, types included, with their values."""
+    for node in tree_of(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        yield from ((target.id, value) for target in targets if isinstance(target, ast.Name) and value is not None)
+
+
+SAME_FOR_EACH_FRAMEWORK = (
+    *("launch/torch/", "launch/keras/", "launch/paddle/", "observe/"),
+    *("frameworks/keras.py", "frameworks/paddle.py"),
+)
 SAME_FOR_EACH_TRACKER = "report/tracking/"
+SAME_EVERYWHERE = {
+    "HELP": "what the parser reads of each command",
+    "KINDS": "the kinds of objects that a file of a snapshot restores",
+}
 
 
-def classes_named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Return public classes of one name, unless each does the same for another framework (``observe/`` for PyTorch) or tracker."""
-    found: dict[str, list[str]] = {}
+def names_with_two_meanings(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return public classes, types and constants of one name, unless all are defined alike.
+
+    Classes may do the same for several frameworks (``observe/`` for PyTorch), and any name for several trackers.
+    """
+    found: dict[str, dict[str, str]] = {}
     for path, source in sources.items():
-        for node in tree_of(source).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(path)
+        classes = [node.name for node in tree_of(source).body if isinstance(node, ast.ClassDef)]
+        defined = dict.fromkeys(classes, f"class of {path}") | {
+            name: ast.unparse(value) for name, value in _assigned(source)
+        }
+        for name, meaning in defined.items():
+            if len(name) > 1 and not name.startswith("_") and name not in SAME_EVERYWHERE:
+                found.setdefault(name, {})[path] = meaning
 
-    def parallel(paths: list[str]) -> bool:
-        subpackages = [next((w for w in SAME_FOR_EACH_FRAMEWORK if path.startswith(w)), "") for path in paths]
+    def parallel(paths: Iterable[str]) -> bool:
+        packages = [next((p for p in SAME_FOR_EACH_FRAMEWORK if path.startswith(p)), "") for path in paths]
         trackers = all(path.startswith(SAME_FOR_EACH_TRACKER) for path in paths)
-        return trackers or ("" not in subpackages and len(set(subpackages)) == len(subpackages))
+        return trackers or ("" not in packages and len(set(packages)) == len(packages))
 
-    return {name: paths for name, paths in found.items() if len(paths) > 1 and not parallel(paths)}
+    return {
+        name: sorted(meanings)
+        for name, meanings in found.items()
+        if len(set(meanings.values())) > 1 and not parallel(meanings)
+    }
 
 
 OTHER_TESTS = ("project", "frameworks", "cuda_build", "gpu/", "oracles", "scripts", "faults")
@@ -863,8 +885,8 @@ def test_no_constant_is_defined_twice() -> None:
     assert constants_defined_twice(SOURCES) == {}
 
 
-def test_no_class_name_has_two_meanings() -> None:
-    assert classes_named_twice(SOURCES) == {}
+def test_no_name_has_two_meanings() -> None:
+    assert names_with_two_meanings(SOURCES) == {}
 
 
 def test_the_tests_mirror_the_source() -> None:
@@ -1151,9 +1173,9 @@ def test_lines_written_twice_are_found() -> None:
     assert lines_written_twice({"a.py": f"{imported}y = 1\n{five}", "b.py": f"{imported}{five}"}) == []
 
 
-def test_a_class_name_with_two_meanings_is_found() -> None:
+def test_a_name_with_two_meanings_is_found() -> None:
     def named_twice(*paths: str) -> bool:
-        return classes_named_twice(dict.fromkeys(paths, "class A:\n    pass\n")) == {"A": list(paths)}
+        return names_with_two_meanings(dict.fromkeys(paths, "class Run:\n    pass\n")) == {"Run": sorted(paths)}
 
     assert named_twice("cli/a.py", "records/a.py")
     assert named_twice("observe/a.py", "observe/b.py")
@@ -1161,6 +1183,10 @@ def test_a_class_name_with_two_meanings_is_found() -> None:
     assert named_twice("report/tracking/a.py", "report/a.py")
     assert not named_twice("launch/torch/a.py", "launch/keras/a.py", "observe/a.py")
     assert not named_twice("report/tracking/wandb.py", "report/tracking/mlflow.py")
+    types = {"a.py": "State = Literal['a']\n", "b.py": "class State:\n    pass\n", "c.py": "State: TypeAlias = int\n"}
+    assert names_with_two_meanings(types) == {"State": ["a.py", "b.py", "c.py"]}
+    assert names_with_two_meanings({"a.py": "KEPT_S = 1.0\n", "b.py": "KEPT_S = 2.0\n"}) == {"KEPT_S": ["a.py", "b.py"]}
+    assert names_with_two_meanings({"a.py": "Any2 = Callable[..., Any]\n", "b.py": "Any2 = Callable[..., Any]\n"}) == {}
 
 
 def test_a_part_of_a_neighbour_is_found() -> None:

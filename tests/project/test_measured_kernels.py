@@ -35,7 +35,7 @@ import predict_zoo
 from measure_kernels import kind_of, rows_of, write_trace
 from measure_zoo import Case
 from mezzo.gpus import GPUS
-from mezzo.measure.predict.tape import CostedOperation, Shape
+from mezzo.measure.predict.tape import CostedOperation, ProductSize
 from mezzo.measure.predict.time import Card, Columns, Constants, operation_bounds
 from predict_kernels import Call, joined, measured_calls, parts_of, predicted_calls
 
@@ -151,7 +151,7 @@ def test_kinds(operation: str, phase: str, kind: str) -> None:
 
 
 def _operation(name: str, phase: str = "backward", module: str = "a") -> CostedOperation:
-    return CostedOperation(name, phase, module, "fp32", 10, 3, 4, Shape())  # type: ignore[arg-type]
+    return CostedOperation(name, phase, module, "fp32", 10, 3, 4, ProductSize())  # type: ignore[arg-type]
 
 
 def test_a_convolutions_gradients_are_one_call_and_are_joined_with_the_measured_one() -> None:
@@ -403,7 +403,7 @@ def test_the_host_is_timed_operation_by_operation_and_rows_that_are_there_are_ke
 
 
 def test_merged_operations_cost_what_all_of_them_cost() -> None:
-    product = CostedOperation("mm", "forward", "", "fp16", 10**9, 10**6, 0, Shape(1, 512, 512, 512))
+    product = CostedOperation("mm", "forward", "", "fp16", 10**9, 10**6, 0, ProductSize(1, 512, 512, 512))
     ops = Columns.of([product, CostedOperation("add", "forward", "", "fp32", 0, 10**6, 0)] * 3)
     merged, counts = predict_rows.merged(ops)
     assert (len(merged.flops), [*counts]) == (2, [3, 3])

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 import mezzo.report
-from mezzo.report.colours import FAMILIES, KINDS, Style, css_colours, format_style, policy_style, policy_styles
+from mezzo.report.colours import (
+    FORMAT_COLOURS,
+    KIND_COLOURS,
+    Style,
+    css_colours,
+    format_style,
+    policy_style,
+    policy_styles,
+)
 
 PAPERS = {"light": ("#ffffff", "#f6f7f9"), "dark": ("#101216", "#191c22")}
 
@@ -27,7 +35,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_every_shade_has_the_contrast_of_text_on_every_paper() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    for name, family in {**FAMILIES, "kind": KINDS}.items():
+    for name, family in {**FORMAT_COLOURS, "kind": KIND_COLOURS}.items():
         for scheme, shades in (("light", family.light), ("dark", family.dark)):
             for shade in shades:
                 for paper in PAPERS[scheme]:
@@ -35,7 +43,7 @@ def test_every_shade_has_the_contrast_of_text_on_every_paper() -> None:
 
 
 def test_terminal_colours_read_on_black_and_on_white() -> None:
-    for family in FAMILIES.values():
+    for family in FORMAT_COLOURS.values():
         assert min(contrast(family.terminal, paper) for paper in ("#000000", "#ffffff")) >= 4.5
 
 
@@ -104,7 +112,7 @@ def test_formats_of_operands_have_the_colours_of_policies() -> None:
 
 def test_the_style_sheet_has_every_colour_in_light_and_dark() -> None:
     css = css_colours()
-    for name, family in {**FAMILIES, "kind": KINDS}.items():
+    for name, family in {**FORMAT_COLOURS, "kind": KIND_COLOURS}.items():
         for shade in range(len(family.light)):
             assert css.count(f"--{name}-{shade}:") == 2
             assert f".s-{name}-{shade}{{--c:var(--{name}-{shade})}}" in css

@@ -1,7 +1,7 @@
 """Signals that stop a command while it runs scripts: they reach the run and its script, no further run starts, the records stay.
 
 After SIGINT the script may take as long as it needs, as under Python; a second SIGINT asks it to end, a third kills it. After SIGTERM
-and SIGHUP it has ``GRACE_S``. A signal that was ignored when this process started, as under ``nohup``, stays ignored.
+and SIGHUP it has ``SIGNAL_GRACE_S``. A signal that was ignored when this process started, as under ``nohup``, stays ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mezzo.records import RunRecord
 
 
-GRACE_S = 10.0
+SIGNAL_GRACE_S = 10.0
 """Time for a run to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
 
 _SECOND_GRACE_S = 3.0
@@ -144,7 +144,7 @@ class Stop:
 
 def _grace_s(number: int) -> float:
     """Return the time for a run to end after a signal; 0 for no limit."""
-    return 0.0 if number == signal.SIGINT else GRACE_S
+    return 0.0 if number == signal.SIGINT else SIGNAL_GRACE_S
 
 
 @contextmanager

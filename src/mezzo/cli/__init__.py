@@ -23,11 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     from mezzo.cli.parser import exit_code_of, failed, unusable
     from mezzo.cli.ranks import in_ranks
-    from mezzo.cli.words import WORDS
+    from mezzo.cli.words import TYPED_WORDS
     from mezzo.errors import MezzoError
     from mezzo.launch.ranks.launched import report_failure
 
-    token = WORDS.set(tuple(words))
+    token = TYPED_WORDS.set(tuple(words))
     try:
         return in_ranks(words, lambda: exit_code_of(list(words)))
     except MezzoError as error:  # raised before the command began, by the checks of the launcher's processes
@@ -35,7 +35,7 @@ def _main(words: list[str]) -> int:
     except OSError as error:
         exit_code = unusable(error)
     finally:
-        WORDS.reset(token)
+        TYPED_WORDS.reset(token)
     report_failure(exit_code, words[0])
     return exit_code
 

@@ -13,9 +13,9 @@ from mezzo.errors import RecordError, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
-    from mezzo.launch.side_by_side import Engine
     from mezzo.measure.doctor import Facts
     from mezzo.records import Reason
+    from mezzo.studies.side_by_side import Engine
 
 
 _PROGRAM = "mezzo.cli.machines"

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from mezzo.children.signals import Stopped
 from mezzo.cli.script import with_groups
-from mezzo.cli.shown_help import NAMES, PAGES, Command, Commands, HelpPage, ScriptCommand
+from mezzo.cli.shown_help import HELP_FLAGS, PAGES, Commands, DocumentedCommand, HelpPage, ScriptCommand
 from mezzo.cli.usage import usage_error
 from mezzo.commands.audit import command as audit
 from mezzo.commands.check import command as check
@@ -40,18 +40,20 @@ app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": NAMES},
+    context_settings={"help_option_names": HELP_FLAGS},
 )
 
 
-def _add(name: str, command: Callable[..., None], page: HelpPage, *, cls: type[Command] = ScriptCommand) -> None:
+def _add(
+    name: str, command: Callable[..., None], page: HelpPage, *, cls: type[DocumentedCommand] = ScriptCommand
+) -> None:
     """Add a command. On a script, parsing stops at the first word that is not an option: all words after the script are the script's."""
     PAGES[name] = page
     on_script: dict[str, Any] = {"allow_interspersed_args": False} if cls is ScriptCommand else {}
-    app.command(name, cls=cls, context_settings={**on_script, "help_option_names": NAMES})(command)
+    app.command(name, cls=cls, context_settings={**on_script, "help_option_names": HELP_FLAGS})(command)
 
 
-_add("doctor", doctor.doctor, doctor.HELP, cls=Command)
+_add("doctor", doctor.doctor, doctor.HELP, cls=DocumentedCommand)
 _add("check", with_groups(check.check, resumes=True), check.HELP)
 _add("run", with_groups(run.run), run.HELP)
 _add("compare", with_groups(compare.compare, resumes=True), compare.HELP)
@@ -63,7 +65,7 @@ _add("ranges", with_groups(ranges.ranges), ranges.HELP)
 _add("fallback", with_groups(fallback.fallback, resumes=True), fallback.HELP)
 _add("predict", with_groups(predict.predict), predict.HELP)
 _add("resume-check", with_groups(resume_check.resume_check), resume_check.HELP)
-_add("report", report.report, report.HELP, cls=Command)
+_add("report", report.report, report.HELP, cls=DocumentedCommand)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """Base class of the parser's errors, which has no stable import: newer versions of typer contain a parser of their own."""

@@ -35,7 +35,7 @@ _LONGEST_NAME = 48
 _BAR = 12
 
 
-class Ended(NamedTuple):
+class EndedRun(NamedTuple):
     """A run that has ended."""
 
     policy: str
@@ -76,7 +76,7 @@ class ProgressDisplay:
         self.console, self._planned = console, list(planned)
         # Only a terminal can update a line, even if colours are forced into a log.
         self.moves = sys.stderr.isatty() and not console.is_dumb_terminal
-        self._ended: list[Ended] = []
+        self._ended: list[EndedRun] = []
         self._known_steps: set[int] = set()
         """The numbers of steps of runs that have ended."""
         self._running: list[_Current] = []
@@ -100,7 +100,7 @@ class ProgressDisplay:
         finally:
             with self._lock:
                 self._running.remove(run)
-            self._ended.append(Ended(run_policy(request), time.monotonic() - began_s))
+            self._ended.append(EndedRun(run_policy(request), time.monotonic() - began_s))
 
     def say_ended(self, request: Request, record: RunRecord) -> None:
         """Note how many steps a run had, and print how it ended if it failed or there is no updating line."""
@@ -121,9 +121,9 @@ class ProgressDisplay:
 
     def draw(self, live: Live | None) -> None:
         """Draw until the command is over; runs in a thread of its own."""
-        from mezzo.launch.progress import EVERY_S
+        from mezzo.launch.progress import REPORT_EVERY_S
 
-        while not self._over.wait(EVERY_S):
+        while not self._over.wait(REPORT_EVERY_S):
             with self._lock:
                 current = self._current
             if current is not None:
@@ -278,7 +278,7 @@ def _drawn(progress: ProgressDisplay) -> Iterator[None]:
 
 # --- ``--log-to`` during a run: every few seconds, a thread of the command logs the numbers that the run's process reports ------
 
-EVERY_S = 5.0
+LOG_EVERY_S = 5.0
 """Seconds between two logged steps."""
 
 
@@ -292,7 +292,7 @@ def live_logging(places: Sequence[str] | None) -> AbstractContextManager[None]:
 class LiveLog:
     """The trackers that a run is logged to (``launch.progress.Watcher``)."""
 
-    def __init__(self, places: Sequence[str], *, every_s: float = EVERY_S) -> None:
+    def __init__(self, places: Sequence[str], *, every_s: float = LOG_EVERY_S) -> None:
         self._places, self._every_s = places, every_s
         self._writers: dict[str, Writer] = {}
         self._last_step = 0
@@ -312,9 +312,9 @@ class LiveLog:
 
     def _follow(self, request: Request, over: threading.Event) -> None:
         """Log until the run is over, then once more."""
-        from mezzo.launch.progress import EVERY_S as REPORTED_EVERY_S
+        from mezzo.launch.progress import REPORT_EVERY_S
 
-        wait_s = REPORTED_EVERY_S  # log the first report soon: a run may be short
+        wait_s = REPORT_EVERY_S  # log the first report soon: a run may be short
         while not over.wait(wait_s):
             if self._log(request):
                 wait_s = self._every_s

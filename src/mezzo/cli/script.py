@@ -32,11 +32,11 @@ from mezzo.version import VERSION
 
 if TYPE_CHECKING:
     from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
-    from mezzo.launch.resuming import Finished
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
     from mezzo.report.commands import TypedScript as Typed
+    from mezzo.studies.finished import Finished
 
 
 R = TypeVar("R", bound="AnyRecord")
@@ -46,7 +46,7 @@ R = TypeVar("R", bound="AnyRecord")
 class Script:
     """A script with the options of every command on a script; only commands of several runs have ``--resume``."""
 
-    target: options.Target
+    target: options.TargetArgument
     arguments: options.Arguments = None
     as_module: options.AsModule = False
     out: options.Out = None
@@ -341,10 +341,10 @@ def finished_before(
     Raises:
         UsageError: ``--resume`` was typed, and there is nothing to continue, or it was a different script.
     """
-    from mezzo.launch.resuming import Finished
+    from mezzo.studies.finished import Finished
 
     options = {name.replace("_", "-"): value for name, value in identity.items()}
-    finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))
+    finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}), what=what)
     if script.resume and finished.why_restart:
         raise UsageError(
             f"{RESUME} cannot continue in {folder}: {finished.why_restart}",

@@ -15,11 +15,11 @@ from typer.core import TyperCommand, TyperGroup
 from mezzo.cli.words import repeated, typed
 
 ALL = "--help-all"
-NAMES = ["-h", "--help", ALL]
+HELP_FLAGS = ["-h", "--help", ALL]
 _INDENT, _NARROWEST = 26, 60
 
 
-class Command(TyperCommand):
+class DocumentedCommand(TyperCommand):
     """A command with this help, whose options are typed once, if they do not take several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -40,7 +40,7 @@ class Command(TyperCommand):
         formatter.write(command_help(str(ctx.info_name), self, whole=ALL in typed()))
 
 
-class ScriptCommand(Command):
+class ScriptCommand(DocumentedCommand):
     """A command on a script. The words after the script are the script's own, so the command's options are not completed there."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:

@@ -20,7 +20,7 @@ from mezzo.secrets import hidden
 if TYPE_CHECKING:
     from mezzo.launch.targets import Target
 
-WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
+TYPED_WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
 """The words after ``mezzo``."""
 
 _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCLI)\b")
@@ -29,7 +29,7 @@ _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCL
 
 def typed() -> tuple[str, ...]:
     """Return the whole command, with placeholders for the secrets in it: it is printed and recorded."""
-    return ("mezzo", *map(readable, hidden(WORDS.get())))
+    return ("mezzo", *map(readable, hidden(TYPED_WORDS.get())))
 
 
 def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:

@@ -14,10 +14,10 @@ from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.matrix_units import fp8_torchao
-from mezzo.engine.matrix_units.fp32_products import set_fp32_products
+from mezzo.engine.matrix_units import native_units
+from mezzo.engine.matrix_units.native_units import set_fp32_products
 from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
-from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own
+from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own, without_kernel
 from mezzo.engine.processes import shards
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
@@ -273,7 +273,9 @@ def choose_update(
         reason = "an optimizer has step hooks, which see true gradients, in FP32"
     if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
-    return True, Choice(what="update", value=ONE_PASS, reason=choose(device.type)[1])
+    formula = without_kernel(optimizers, device.type)
+    why = f"plain torch operations: {formula} has no kernel for {device.type}" if formula else choose(device.type)[1]
+    return True, Choice(what="update", value=ONE_PASS, reason=why)
 
 
 def prepare(
@@ -322,14 +324,14 @@ def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
     if len(spread) > 1:
         why = f"the model's parameters are spread over them; casts are {casting.device_type}'s, and what runs elsewhere is not cast"
         where = [Choice(what="devices", value=", ".join(spread), reason=why)]
-    return [*where, *fp8_torchao.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+    return [*where, *native_units.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
 
 
 def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
     if policy.compute != "fp8" or policy.arithmetic_on(this_device(device_type))[0] != "native":
         return
-    if fp8_torchao.convert(models, policy) == 0:
-        unconverted = fp8_torchao.layer_choices(models, policy, emulated=False)[1:]
+    if native_units.convert(models, policy) == 0:
+        unconverted = native_units.layer_choices(models, policy, emulated=False)[1:]
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in unconverted)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
         checks.warn(message)

@@ -37,7 +37,7 @@ Keeps: TypeAlias = Literal["inputs", "products"]
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 aten: Any = torch.ops.aten
-PRODUCTS = tuple(
+PRODUCT_OVERLOADS = tuple(
     packet.default
     for packet in (
         *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot),
@@ -50,7 +50,7 @@ PRODUCTS = tuple(
     )
 )
 """Products, convolutions and attention: slow to recompute, compared with the bytes of their outputs."""
-_PRODUCTS = frozenset(PRODUCTS)
+_PRODUCTS = frozenset(PRODUCT_OVERLOADS)
 
 
 class Checkpointed:
@@ -128,7 +128,7 @@ def _forward(call: Callable[..., Any], checkpointed: Checkpointed, *args: Any, *
 
 
 def _keeping_products() -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(list(PRODUCTS))
+    contexts: Contexts = create_selective_checkpoint_contexts(list(PRODUCT_OVERLOADS))
     return contexts
 
 

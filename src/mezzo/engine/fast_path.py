@@ -20,7 +20,7 @@ from torch import nn
 
 from mezzo.devices import Device, this_device
 from mezzo.engine.arguments import device_of
-from mezzo.engine.matrix_units.fp32_products import set_fp32_products
+from mezzo.engine.matrix_units.native_units import set_fp32_products
 from mezzo.explain import Choice
 from mezzo.formats import TF32
 from mezzo.policy import Policy

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.state import NoWatch, Region, SessionParts
+from mezzo.engine.state import NoWatch, OpenRegion, SessionParts
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 
@@ -40,13 +40,13 @@ class FirstWindows(NoWatch):
         self._last_gradient: tuple[nn.Parameter, Tensor, int, int] | None = None
         """A parameter, its gradient after this window's last backward pass, and the version counters of both."""
 
-    def region(self, region: Region) -> Region:
+    def region(self, region: OpenRegion) -> OpenRegion:
         """Return the session's region, with its checks."""
         self._entered |= torch.is_grad_enabled()  # an evaluation is no training step
         return region if torch.compiler.is_compiling() else self._checked(region)
 
     @contextmanager
-    def _checked(self, region: Region) -> Iterator[None]:
+    def _checked(self, region: OpenRegion) -> Iterator[None]:
         self._check_autocast()
         hooked = [model for model in self._session.models if _takes_hooks(model)]
         handles = [model.register_forward_pre_hook(self._check_autocast) for model in hooked]

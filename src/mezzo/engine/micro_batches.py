@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mezzo.engine.gradients import all_parameters, put_back, set_aside
 from mezzo.engine.randomness import AllStates
-from mezzo.engine.state import Region, SessionParts
+from mezzo.engine.state import OpenRegion, SessionParts
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
 
@@ -35,7 +35,7 @@ MicroBatch: TypeAlias = int | Literal["auto"] | None
 class TrainingCalls(NamedTuple):
     """The methods of a session that train."""
 
-    autocast: Callable[[], Region]
+    autocast: Callable[[], OpenRegion]
     backward: Callable[..., None]
     update: Callable[[], None]
 

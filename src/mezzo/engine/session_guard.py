@@ -394,7 +394,7 @@ def _text(alarm: Alarm) -> str:
 # shows that the copy has arrived. Other devices have no such event, so nothing is copied.
 _ROWS = 32
 
-Row = tuple[int, tuple[float | None, ...]]
+WatchedNumbers = tuple[int, tuple[float | None, ...]]
 """The number of a row, and its values; None for a value that was not added."""
 
 
@@ -403,7 +403,7 @@ class Arrivals:
 
     def __init__(self, device: torch.device, columns: int) -> None:
         self._device = device
-        self._ready: list[Row] = []
+        self._ready: list[WatchedNumbers] = []
         self._open: list[tuple[int, list[bool]]] = []
         self._sent: tuple[list[tuple[int, list[bool]]], Tensor, torch.cuda.Event] | None = None
         self._rows = torch.zeros(_ROWS, columns, device=device) if device.type == "cuda" else None
@@ -442,7 +442,7 @@ class Arrivals:
         for (number, has), values in zip(sent, pinned.tolist(), strict=True):
             self._ready.append((number, tuple(v if known else None for v, known in zip(values, has, strict=True))))
 
-    def arrived(self) -> Iterator[Row]:
+    def arrived(self) -> Iterator[WatchedNumbers]:
         """Yield the rows that have arrived since the last call."""
         self._receive()
         ready, self._ready = self._ready, []

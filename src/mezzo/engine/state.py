@@ -31,13 +31,13 @@ from mezzo.engine.window import Window
 from mezzo.errors import SessionError
 from mezzo.policy import Policy
 
-Region: TypeAlias = AbstractContextManager[Any]
+OpenRegion: TypeAlias = AbstractContextManager[Any]
 
 
 class NoWatch:
     """No checks, for all windows after the first ones."""
 
-    def region(self, region: Region) -> Region:
+    def region(self, region: OpenRegion) -> OpenRegion:
         """Return the session's region, with its checks."""
         return region
 

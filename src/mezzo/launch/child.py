@@ -28,7 +28,7 @@ from mezzo.children.signals import EndedBySignal, ended_by_signals, interrupts_k
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.frameworks import IMPORTED_AS, framework_called
 from mezzo.launch.patches import Patches
-from mezzo.launch.progress import EVERY_S, reports_to
+from mezzo.launch.progress import REPORT_EVERY_S, reports_to
 from mezzo.launch.ranks.blame import write_position_on_signal
 from mezzo.launch.recording import Ending, MetricReader, MetricStream, files_read, guarded, record_of
 from mezzo.launch.request import NO_RECORD, Request, ScriptFile
@@ -224,7 +224,7 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
 def _begin(request: Request, training: Training) -> None:
     if request.reports_progress:
         first = None if request.compared_since_s is None else request.updated_file
-        training.report_to(reports_to(request.progress_file, first=first), every_s=EVERY_S)
+        training.report_to(reports_to(request.progress_file, first=first), every_s=REPORT_EVERY_S)
     if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots, _file_of(request))

@@ -18,7 +18,7 @@ from typing import Protocol
 from mezzo.launch.request import Request
 from mezzo.measure.live import Latest, Report
 
-EVERY_S = 0.5
+REPORT_EVERY_S = 0.5
 """Least time between two reports of a child."""
 
 

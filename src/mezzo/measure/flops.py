@@ -35,12 +35,12 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casts.autocast_kernels import is_off_inside
 from mezzo.engine.matrix_units.emulation import Emulation, running
 from mezzo.engine.matrix_units.emulation_nodes import is_recomputed, stands_for
-from mezzo.engine.matrix_units.fp32_products import runs_in_tf32
+from mezzo.engine.matrix_units.native_units import runs_in_tf32
 from mezzo.formats import E4M3, FORMATS, FP8_PAIRS, FP32, FP64, TF32
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
 
-Count: TypeAlias = Callable[..., int]
+CountFlops: TypeAlias = Callable[..., int]
 _FP8_DTYPES = frozenset(fmt.dtype for pair in FP8_PAIRS.values() for fmt in pair)
 _NAMES = {fmt.dtype: fmt.name for fmt in FORMATS.values() if fmt is not TF32}
 _FP32_BYTES = FP32.dtype.itemsize
@@ -90,7 +90,7 @@ class FlopCounter(TorchDispatchMode):
     def count(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Count one operation with these arguments and result, which may be fake tensors."""
         self.num_lowered += any(map(is_narrow, tree_leaves((args, result))))
-        count = COUNTS.get(func.overloadpacket)
+        count = FLOP_COUNTS.get(func.overloadpacket)
         if count is not None and not self._formats.is_recomputation():
             flops = count(result, *args) * num_real_products(args)
             form = self._formats.of(args, op=func.overloadpacket.__name__)
@@ -277,7 +277,7 @@ def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tens
     return _attention(result, q, k, v) * 5 // 2
 
 
-COUNTS: dict[Any, Count] = {
+FLOP_COUNTS: dict[Any, CountFlops] = {
     aten.mm: _matmul,
     aten.bmm: _matmul,
     aten.addmm: _addmm,

@@ -64,7 +64,7 @@ class Point(Value):
     """Integers among the variables."""
 
 
-class Written(Value):
+class WrittenFile(Value):
     """A file that a run has written."""
 
     path: str
@@ -81,7 +81,7 @@ class RunTrace:
     """By the number of updates made before."""
     drew: dict[int, set[str]] = field(default_factory=dict)
     """Generators that forward and backward passes drew from, by the number of updates made before."""
-    written: list[Written] = field(default_factory=list)
+    written: list[WrittenFile] = field(default_factory=list)
     end: Point | None = None
     """The state at the end; None for a run that was stopped."""
 
@@ -125,7 +125,7 @@ def _add(trace: RunTrace, kind: str, entry: Mapping[str, Any]) -> None:
     elif kind == "drew":
         trace.drew.setdefault(entry["updates"], set()).update(entry["generators"])
     elif kind == "wrote":
-        trace.written.append(Written.model_validate(entry))
+        trace.written.append(WrittenFile.model_validate(entry))
 
 
 def line_of(kind: str, entry: Value | Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from mezzo.records import Loss, Steps
 
 # One tensor per number would take 512 bytes of GPU memory each; one read per number would make each step wait for the device.
 
-CHUNK = 512
+CHUNK_LENGTH = 512
 """How many numbers fit into one chunk of a buffer."""
 
 
@@ -43,8 +43,8 @@ class NumberBuffer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._chunks: list[Tensor] = []
-        self.next_index = CHUNK
-        """Index of the next number in the open chunk; ``CHUNK`` if that is full."""
+        self.next_index = CHUNK_LENGTH
+        """Index of the next number in the open chunk; ``CHUNK_LENGTH`` if that is full."""
         self._cells: list[Any] = []
         """The memory of each chunk, as ``cells``."""
         self.cells: Any = None
@@ -61,11 +61,11 @@ class NumberBuffer:
     @property
     def chunk_start(self) -> int:
         """The index of the open chunk's first element."""
-        return CHUNK * len(self._chunks) - CHUNK
+        return CHUNK_LENGTH * len(self._chunks) - CHUNK_LENGTH
 
     def keep(self, value: Tensor) -> StoredNumber:
         """Copy a scalar tensor without waiting for the device."""
-        if self.next_index == CHUNK:
+        if self.next_index == CHUNK_LENGTH:
             self.grow()
         (self.views or self._chunks[-1])[self.next_index].copy_(value)
         self.next_index += 1
@@ -73,7 +73,7 @@ class NumberBuffer:
 
     def tensor_at(self, index: int) -> Tensor:
         """Return a stored number as a tensor on its device."""
-        return self._chunks[index // CHUNK][index % CHUNK]
+        return self._chunks[index // CHUNK_LENGTH][index % CHUNK_LENGTH]
 
     def on_host(self, index: int) -> float | None:
         """Return a stored number, or None if it is on a device and ``send`` has not copied it yet.
@@ -82,16 +82,16 @@ class NumberBuffer:
         """
         if index < len(self._arrived):
             return self._arrived[index]
-        cells = self._cells[index // CHUNK]
-        return None if cells is None else cells[index % CHUNK]
+        cells = self._cells[index // CHUNK_LENGTH]
+        return None if cells is None else cells[index % CHUNK_LENGTH]
 
     def send(self) -> None:
         """Send the numbers of a CUDA device to the host without waiting, or collect those that have arrived."""
         if self.device.type != "cuda":
             return
         if self._transfer is None:
-            count, first = len(self), len(self._arrived) // CHUNK
-            copies = [torch.empty(CHUNK, dtype=FP32.dtype, pin_memory=True) for _ in self._chunks[first:]]
+            count, first = len(self), len(self._arrived) // CHUNK_LENGTH
+            copies = [torch.empty(CHUNK_LENGTH, dtype=FP32.dtype, pin_memory=True) for _ in self._chunks[first:]]
             for copy, chunk in zip(copies, self._chunks[first:], strict=True):
                 copy.copy_(chunk, non_blocking=True)
             event = torch.cuda.Event()
@@ -99,7 +99,7 @@ class NumberBuffer:
             self._transfer = count, copies, event
         elif self._transfer[2].query():
             (count, copies, _), self._transfer = self._transfer, None
-            whole = len(self._arrived) // CHUNK * CHUNK
+            whole = len(self._arrived) // CHUNK_LENGTH * CHUNK_LENGTH
             self._arrived = [*self._arrived[:whole], *(value for copy in copies for value in copy.tolist())][:count]
 
     def read(self) -> list[float]:
@@ -115,11 +115,11 @@ class NumberBuffer:
     def grow(self) -> None:
         """Add an empty chunk, which becomes the open one."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            chunk = torch.empty(CHUNK, dtype=FP32.dtype, device=self.device)
+            chunk = torch.empty(CHUNK_LENGTH, dtype=FP32.dtype, device=self.device)
             in_host_memory = self.device.type == "cpu" and type(chunk) is Tensor and chunk.data_ptr()
             self.views = () if in_host_memory else chunk.unbind()
         self._chunks.append(chunk)
-        self.cells = (ctypes.c_float * CHUNK).from_address(chunk.data_ptr()) if in_host_memory else None
+        self.cells = (ctypes.c_float * CHUNK_LENGTH).from_address(chunk.data_ptr()) if in_host_memory else None
         self.next_index = 0
         self._cells.append(self.cells)
 
@@ -150,7 +150,7 @@ class StepRecorder:
         self._open_loss: Losses = ()
         self._open_weight = 1.0
         self._open_norms: tuple[StoredNumber, ...] = ()
-        self._pending: list[tuple[Mark, int]] = []
+        self._pending: list[tuple[StepEnd, int]] = []
         """For each closed step that is not in the columns yet: its end, and the index of the next step's loss in the open chunk."""
         self._pending_buffer: NumberBuffer | None = None
         self._made_by: Owners = frozenset()
@@ -297,9 +297,9 @@ class StepRecorder:
         if extras or self._num_extras:
             if len(extras) != self._num_extras or extras[-1].device != buffer.device:
                 return False
-            if index + len(extras) >= CHUNK:
-                index = CHUNK  # the numbers of one step lie in one chunk
-        if index == CHUNK:
+            if index + len(extras) >= CHUNK_LENGTH:
+                index = CHUNK_LENGTH  # the numbers of one step lie in one chunk
+        if index == CHUNK_LENGTH:
             self.flush()
             buffer.grow()
             index, cells = 0, buffer.cells
@@ -472,7 +472,7 @@ _UNREAD = 64
 STEPS_PER_CPU_READING = 10
 """Steps between readings of the CPU time in a steady run: each is a system call of 1 to 3 us."""
 
-Mark: TypeAlias = tuple[float, float | None, Any]
+StepEnd: TypeAlias = tuple[float, float | None, Any]
 """End of a step: the host's clock and the process's CPU time in seconds (None if that was not read), and a ``torch.cuda.Event`` (None
 off GPUs)."""
 
@@ -483,7 +483,7 @@ class StepClock:
     def __init__(self) -> None:
         self.device: torch.device | None = None
         """The device that the run trains on, once known; the queue of a GPU is timed."""
-        self.ended: Mark | None = None
+        self.ended: StepEnd | None = None
         """The last mark of the open step."""
         self._last = self._mark()
         self.began_s = self._last[0]
@@ -493,7 +493,7 @@ class StepClock:
         self._last_cpu_s = time.process_time()
         self._num_unshared = 0
         """Steps since the last reading of the CPU time."""
-        self._unread: deque[tuple[int, Mark, Mark]] = deque()
+        self._unread: deque[tuple[int, StepEnd, StepEnd]] = deque()
         """Steps by number, with both ends, that still have the host's times."""
         self._free: list[Any] = []
         """Events to reuse."""
@@ -506,12 +506,12 @@ class StepClock:
         """Record the time of an update; the last one before the step closes counts."""
         self.ended = self._mark(None if self.ended is None else self.ended[2])
 
-    def take(self) -> Mark:
+    def take(self) -> StepEnd:
         """End the step at its last mark, or now; ``add`` that mark before another step's."""
         now, self.ended = self.ended or self._mark(), None
         return now
 
-    def add(self, *ends: Mark) -> None:
+    def add(self, *ends: StepEnd) -> None:
         """Add the times of the steps that ended at ``ends``."""
         begins, self._last = (self._last, *ends[:-1]), ends[-1]
         if self.device is not None and self.device.type == "cuda":
@@ -555,7 +555,7 @@ class StepClock:
         self._unread.popleft()
         self._free.append(begin)
 
-    def _mark(self, event: Any = None) -> Mark:
+    def _mark(self, event: Any = None) -> StepEnd:
         return (time.perf_counter(), time.process_time(), self._recorded(event))
 
     def _recorded(self, event: Any) -> Any:

@@ -134,7 +134,7 @@ AnySettings: TypeAlias = Annotated[
 
 MOST_LISTED = 12
 """The largest number of modules or lines in a finding."""
-HEADROOM = 2
+SCALE_HEADROOM = 2
 """Doublings between a suggested loss scale and the largest one that fits: gradients vary by about that much between batches."""
 ROUNDOFFS = 40
 """Tolerated error of a gradient, in unit roundoffs: a hundred healthy layers in a row stay below it."""
@@ -158,9 +158,9 @@ TENSOR_CORE_MULTIPLE = 8
 """16-bit elements that a Tensor Core kernel loads at once: 16 bytes."""
 IMAGE_CHANNELS = 4
 """Number of input channels up to which they count as an image's: cuDNN has kernels for so few, and pads them itself."""
-NARROW = (FP16.name, BF16.name)
+FORMATS_OF_16_BITS = (FP16.name, BF16.name)
 """The 16-bit formats."""
-WIDE = (FP32.name, TF32.name, FP64.name)
+WIDE_FORMATS = (FP32.name, TF32.name, FP64.name)
 """Formats of products outside mixed precision."""
 FITTING = 0.9
 """Share of modules whose gradients fit at the loss scale that is chosen for modules on their own: an outlier then still overflows."""

@@ -35,8 +35,8 @@ _PASSED_THROUGH = (
 _AROUND_MODES = (str(Path(_TORCH, "_dynamo", "eval_frame.py")), str(Path(_TORCH, "_compile.py")))
 """Files of torch that call the modes which torch.compile may ignore."""
 _ENGINE = (
-    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/fp8_", "kernels"),
-    *("optimizers/one_pass", "optimizers/adamw_and_sgd"),
+    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/native_units", "kernels"),
+    *("optimizers/one_pass", "optimizers/adamw", "optimizers/sgd"),
 )
 _APEX = ("optimizers", "amp/optimizers", "amp/casts")
 _POLICY = (

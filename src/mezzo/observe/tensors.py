@@ -10,7 +10,7 @@ from torch import Tensor
 from mezzo.devices import has_fp64
 from mezzo.engine.processes.shards import local
 from mezzo.formats import format_of
-from mezzo.observe.trace import Region
+from mezzo.observe.trace import CoveredElements
 from mezzo.records import Operand
 
 
@@ -107,7 +107,7 @@ def storage_size(tensor: Tensor) -> int:
     return -1 if found is None else found.nbytes()
 
 
-def region(tensor: Tensor) -> Region:
+def region(tensor: Tensor) -> CoveredElements:
     """Return the part of its storage that a tensor covers; () if it has no strides.
 
     Adjacent dimensions without a gap are merged, so a matrix, its transpose and its flattened view cover the same part.

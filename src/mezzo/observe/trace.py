@@ -28,13 +28,13 @@ from mezzo.measure.flops import Counted, lowered
 Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""
 
-Region: TypeAlias = tuple[Any, ...]
+CoveredElements: TypeAlias = tuple[Any, ...]
 """The elements of a storage that a tensor covers: their offset and size, then strides and sizes. Equal for views of the same elements."""
 
 LAST_NUMBER = 2**64 - 1
 """Sequence number of the nodes that accumulate a parameter's gradient: the largest one, so that they run first."""
 
-CASTS = ("_to_copy", "copy_", "copy")
+CAST_NAMES = ("_to_copy", "copy_", "copy")
 
 
 class RunningCall:
@@ -106,7 +106,7 @@ class RawOperation(NamedTuple):
     """Whether it is not part of the training: Mezzo's own, or one that the emulated device would not run."""
     by_policy: bool
     """Whether the policy, not the script, cast here."""
-    region: Region
+    region: CoveredElements
     """The part of its storage that a cast reads, () for other operations: one storage may contain many weights."""
     within: str
     """The function of torch that the script called, if torch implements it with this operation, in its operand's format."""
@@ -169,7 +169,7 @@ def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step:
             counted.switched_off += product.flops
 
 
-Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
+NumberedResults: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
 """Results of operations, each with the number and the identity of its node, and whether a higher number matches as well."""
 
 _KEY = "mezzo: created inside a backward pass"
@@ -198,7 +198,7 @@ class ThreadNodes(threading.local):
         """Number of the backward pass that contains the running one."""
         self.epoch = 0
         """Value of ``BackwardNodes._epoch`` when a node last ran in this thread."""
-        self.results: Results = []
+        self.results: NumberedResults = []
         """Results whose nodes are still unknown."""
 
 
@@ -206,7 +206,7 @@ class BackwardNodes:
     """Identities of the nodes created inside backward passes of an observed step."""
 
     def __init__(self) -> None:
-        self._threads: dict[int, Results] = {}
+        self._threads: dict[int, NumberedResults] = {}
         self._epoch = 0
 
     def script_created_node(self) -> None:
@@ -261,10 +261,10 @@ class BackwardNodes:
         return local.node
 
 
-def _mark(results: Results) -> set[int]:
+def _mark(results: NumberedResults) -> set[int]:
     """Store the identities of the nodes of ``results`` in their metadata, drop those results, and return the identities."""
     assigned: set[int] = set()
-    left: Results = []
+    left: NumberedResults = []
     for result in results:
         reference, number, identity, or_later = result
         tensor = reference()

@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
-from mezzo.measure.flops import COUNTS, OperandFormats
+from mezzo.measure.flops import FLOP_COUNTS, OperandFormats
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import region
 from mezzo.observe.trace import (
-    CASTS,
+    CAST_NAMES,
     LAST_NUMBER,
     NOWHERE,
     BackwardNodes,
@@ -51,7 +51,7 @@ _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _task_running = torch._C._current_graph_task_id
 
 
-class Flags(Protocol):
+class TracerFlags(Protocol):
     """Flags that the tracer reads at every operation: attributes, because a call costs more."""
 
     recomputing: bool
@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
         formats: OperandFormats,
         *,
         device_type: str,
-        flags: Flags | None = None,
+        flags: TracerFlags | None = None,
         inspect: InspectOperation | None = None,
     ) -> None:
         """Create a tracer; ``start`` turns it on.
@@ -250,13 +250,13 @@ class Tracer(TorchDispatchMode):
 
     def _classify(self, func: Any) -> int:
         name, kind = func.overloadpacket.__name__, _PLAIN
-        if (count := COUNTS.get(func.overloadpacket)) is not None:
+        if (count := FLOP_COUNTS.get(func.overloadpacket)) is not None:
             self._counts[id(func)], kind = count, _COUNTED
         elif func.is_view or name in _COMPUTE_NOTHING or func.namespace == "profiler":
             kind = _SILENT
         elif name in _PART_OF:
             kind = _PARTS
-        elif name in CASTS:
+        elif name in CAST_NAMES:
             kind = _CASTS
         self._kinds[id(func)] = kind
         return kind

@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from mezzo.patching.make import make_patch
-from mezzo.patching.text import Kind, Patch, Refused, Style
+from mezzo.patching.text import LoopKind, Patch, PatchStyle, Refused
 
-__all__ = ["Kind", "Patch", "Refused", "Style", "make_patch"]
+__all__ = ["LoopKind", "Patch", "PatchStyle", "Refused", "make_patch"]

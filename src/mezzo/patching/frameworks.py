@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from mezzo.patching import torch_amp
 from mezzo.patching.job import PatchJob
 from mezzo.patching.reading import ScriptFacts
-from mezzo.patching.text import Kind, unclear
+from mezzo.patching.text import LoopKind, unclear
 from mezzo.patching.tree import keyword_of
+from mezzo.policy import NAMES_ELSEWHERE
 
-_LIGHTNING = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp16-pure": "16-true", "bf16-pure": "bf16-true"}
+_LIGHTNING = {preset: name for name, preset in NAMES_ELSEWHERE["lightning"].items()}
 _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
 
 
@@ -20,13 +21,13 @@ _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
 class Trainer:
     """A library's calls that accept the precision."""
 
-    kind: Kind
+    kind: LoopKind
     calls: tuple[ast.Call, ...]
 
 
 @dataclass(frozen=True)
 class _Library:
-    kind: Kind
+    kind: LoopKind
     pattern: str
     """Matches the dotted name of the function that accepts the precision."""
     argument: str

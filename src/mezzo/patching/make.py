@@ -9,11 +9,11 @@ from pathlib import Path
 from mezzo.patching import frameworks, keras, paddle, session, torch_amp
 from mezzo.patching.job import PatchJob
 from mezzo.patching.reading import PADDLE, ScriptFacts
-from mezzo.patching.text import Kind, Patch, Refused, Style, Text, Unclear, Written, unclear, unified
+from mezzo.patching.text import LoopKind, Patch, PatchStyle, Refused, Text, Unclear, WrittenStyle, unclear, unified
 from mezzo.policy import Policy
 
 
-def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | Refused:
+def make_patch(path: Path, *, policy: Policy, style: PatchStyle = "auto") -> Patch | Refused:
     """Return the change to a script that turns on a policy, or the reason why there is none.
 
     The script is only read, and the text between the changes stays byte for byte the same. If the training loop is in another of the
@@ -33,7 +33,7 @@ def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | 
         return Refused(reason=f"{path} is nested too deeply to be read", by_hand="patch it by hand")
 
 
-def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
+def _patch_of(path: Path, policy: Policy, style: PatchStyle) -> Patch:
     script = _parsed(path)
     trainer = frameworks.trainer_of(script)
     in_library = trainer is not None or keras.keras_in(script) is not None or paddle.preparations(script)
@@ -64,7 +64,7 @@ def _parsed(path: Path) -> ScriptFacts:
         unclear(f"{path} is not Python: {error}", "pass the path of a training script")
 
 
-def _in_paddle(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:
+def _in_paddle(path: Path, script: ScriptFacts, policy: Policy, style: PatchStyle) -> Patch:
     """Patch a script that trains in Paddle, in its own loop or by ``paddle.Model``."""
     if style == "mezzo":
         unclear("the script trains in Paddle, and mezzo.Session in PyTorch", "choose the style auto")
@@ -85,7 +85,7 @@ def _in_paddle(path: Path, script: ScriptFacts, policy: Policy, style: Style) ->
     return _finish(path, job, paddle.patch_loop, _kind(script), "paddle.amp")
 
 
-def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:
+def _loop(path: Path, script: ScriptFacts, policy: Policy, style: PatchStyle) -> Patch:
     """Patch a loop that calls torch directly."""
     if script.uses("mezzo.Session"):
         unclear("already uses mezzo.Session", f'set its policy="{policy}"', already=True)
@@ -112,7 +112,7 @@ def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patc
     return _finish(path, job, session.patch_loop, _kind(script), "mezzo")
 
 
-def _kind(script: ScriptFacts) -> Kind:
+def _kind(script: ScriptFacts) -> LoopKind:
     """Return what kind of loop a script has: the feature that matters most to a patch."""
     if len({step.name for step in script.steps}) > 1:
         return "gan"
@@ -126,7 +126,7 @@ def _kind(script: ScriptFacts) -> Kind:
     return "clipping" if any(script.is_clip(call) for call in script.tree.calls) else "plain"
 
 
-def _finish(path: Path, job: PatchJob, edit: Callable[[PatchJob], None], kind: Kind, style: Written) -> Patch:
+def _finish(path: Path, job: PatchJob, edit: Callable[[PatchJob], None], kind: LoopKind, style: WrittenStyle) -> Patch:
     edit(job)
     patched = job.editor.result()
     try:

@@ -217,7 +217,7 @@ class Editor:
         return "".join([*parts, self.text.text[done:]])
 
 
-Kind: TypeAlias = Literal[
+LoopKind: TypeAlias = Literal[
     "plain",
     "accumulation",
     "clipping",
@@ -231,8 +231,8 @@ Kind: TypeAlias = Literal[
     "paddle_fit",
     "compiled",
 ]
-Style: TypeAlias = Literal["auto", "torch.amp", "mezzo"]
-Written: TypeAlias = Literal["torch.amp", "mezzo", "framework", "paddle.amp"]
+PatchStyle: TypeAlias = Literal["auto", "torch.amp", "mezzo"]
+WrittenStyle: TypeAlias = Literal["torch.amp", "mezzo", "framework", "paddle.amp"]
 """The interface that a patched script calls; ``framework``: an argument of the library that trains."""
 
 
@@ -246,8 +246,8 @@ class Patch:
     patched: str
     diff: str
     """Unified, with file names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
-    kind: Kind
-    style: Written
+    kind: LoopKind
+    style: WrittenStyle
     reasons: Sequence[Reason] = field(default_factory=list)
     """What was changed, on which line, and why; also what was left alone, and why."""
     encoding: str = "utf-8"

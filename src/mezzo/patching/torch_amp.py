@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from mezzo.formats import ALIASES, FORMATS
+from mezzo.formats import DTYPE_ALIASES, FORMATS
 from mezzo.patching.checkpoints import autocast_validation
 from mezzo.patching.job import PatchJob
 from mezzo.patching.reading import Backward, ScriptFacts
@@ -358,7 +358,7 @@ def _retype(job: PatchJob, call: ast.Call) -> bool:
         unclear(
             f"line {argument.lineno} takes autocast's format from {ast.unparse(argument)}", f"make that {job.dtype}"
         )
-    if ALIASES.get(dtype.group(1), dtype.group(1)) == FORMATS[job.policy.compute].dtype_name:
+    if DTYPE_ALIASES.get(dtype.group(1), dtype.group(1)) == FORMATS[job.policy.compute].dtype_name:
         return False
     job.editor.replace(argument, job.dtype)
     job.note(call, f"dtype={job.dtype}", f"the policy's format; it was {ast.unparse(argument)}")

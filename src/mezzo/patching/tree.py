@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TypeAlias
 
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-Loop = (ast.For, ast.AsyncFor, ast.While)
+FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -44,7 +44,7 @@ class SyntaxTree:
         """Return the list of statements that contains a statement."""
         return self._blocks[stmt]
 
-    def function(self, node: ast.AST) -> Function | None:
+    def function(self, node: ast.AST) -> FunctionNode | None:
         """Return the function that a node runs in; None for the module, or a class body."""
         above = (n for n in self.ancestors(node) if isinstance(n, _SCOPES))
         return next((n for n in above if not isinstance(n, ast.ClassDef)), None)
@@ -59,7 +59,7 @@ class SyntaxTree:
         for above in self.ancestors(node):
             if isinstance(above, _SCOPES):
                 break
-            if isinstance(above, Loop):
+            if isinstance(above, LOOPS):
                 found.append(above)
         return found
 
@@ -155,7 +155,7 @@ def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
     return next((k.value for k in call.keywords if k.arg == name), None)
 
 
-def arguments_of(function: Function) -> list[ast.arg]:
+def arguments_of(function: FunctionNode) -> list[ast.arg]:
     """Return the parameters that can be passed by position or by keyword."""
     return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
 

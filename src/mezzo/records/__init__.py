@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mezzo.commands.audit.record import Cause as Cause
     from mezzo.commands.audit.record import Kernel as Kernel
     from mezzo.commands.audit.record import Operation as Operation
-    from mezzo.commands.audit.record import Phase as Phase
+    from mezzo.commands.audit.record import PassKind as PassKind
     from mezzo.commands.audit.record import Product as Product
     from mezzo.commands.audit.record import RoundTrip as RoundTrip
     from mezzo.commands.audit.record import WideProduct as WideProduct

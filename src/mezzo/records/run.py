@@ -108,7 +108,7 @@ _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
 """A smaller share of the FLOPs does not count as the script's own precision."""
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
-WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
+WIDE_POLICIES = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
 class Effective(Value):
@@ -137,7 +137,7 @@ class Effective(Value):
     @property
     def lowered(self) -> bool:
         """Whether anything that was counted ran below 32 bits."""
-        return any(name not in WIDE for name in self.flops_by_format)
+        return any(name not in WIDE_POLICIES for name in self.flops_by_format)
 
     @property
     def share_by_format(self) -> dict[str, float]:
@@ -370,7 +370,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
         Empty if less than 5% ran below 32 bits.
         """
         shares = self.effective.passes_by_format
-        narrow = sum(share for name, share in shares.items() if name not in WIDE)
+        narrow = sum(share for name, share in shares.items() if name not in WIDE_POLICIES)
         if self.policy.split(":")[0] not in _LOWER_NOTHING or narrow < OWN_SHARE:
             return {}
         return {name: share for name, share in shares.items() if share >= OWN_SHARE}

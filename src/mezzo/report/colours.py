@@ -40,10 +40,10 @@ class Style:
     @property
     def terminal(self) -> str:
         """The colour in the terminal."""
-        return FAMILIES[self.family].terminal
+        return FORMAT_COLOURS[self.family].terminal
 
 
-FAMILIES: dict[str, FormatColours] = {
+FORMAT_COLOURS: dict[str, FormatColours] = {
     "fp32": FormatColours(
         light=("#626d7c", "#48505c", "#333841"), dark=("#98a2ae", "#c5cad2", "#7f8a9a"), terminal="#6a7687"
     ),
@@ -67,12 +67,12 @@ FAMILIES: dict[str, FormatColours] = {
     ),
 }
 """By format; ``other`` is for whatever has no format of its own, such as a script that runs as it is."""
-KINDS = FormatColours(
+KIND_COLOURS = FormatColours(
     light=("#4a46c9", "#ba2f9e", "#637310", "#0b768c", "#755238"),
     dark=("#9794e0", "#dd79c9", "#a2bd1b", "#12bcde", "#bb9172"),
 )
 """For kinds of tensors and of memory; none resembles the colour of a format."""
-_ALL = {**FAMILIES, "kind": KINDS}
+_ALL = {**FORMAT_COLOURS, "kind": KIND_COLOURS}
 _NUM_SHADES = 3
 _NUM_DASHES = 4
 _FORMATS = (

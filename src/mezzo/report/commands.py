@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.records import RangesRecord, Row, RunRecord
-from mezzo.records.run import INSPECTING, RUN_NAME, WIDE, inspecting
+from mezzo.records.run import INSPECTING, RUN_NAME, WIDE_POLICIES, inspecting
 from mezzo.report import formatting as fmt
 from mezzo.report.sections import NextStep
 from mezzo.secrets import hidden
@@ -262,7 +262,7 @@ def after_failure(record: RunRecord, commands: ScriptCommands, policy: str) -> I
         return
     # Without an error the exit code is the script's own, and may be any.
     code = record.exit_code if record.error is not None else None
-    if preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
+    if preset_of(record.policy) not in WIDE_POLICIES and (known := explained([record.error or ""], policy)):
         yield from commands.step(*known, policy=policy)
     elif code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mezzo.records import AnyRecord, Environment, Finding, Histogram, RunRecord
 
-Cell: TypeAlias = str | float | int | None
+TableValue: TypeAlias = str | float | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Table:
 
     name: str
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[TableValue]]
 
 
 @dataclass(frozen=True, kw_only=True)

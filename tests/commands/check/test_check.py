@@ -15,7 +15,7 @@ from mezzo import cli
 from mezzo.cli.machines import Machine
 from mezzo.cli.options.values import Budget
 from mezzo.cli.script import Script
-from mezzo.cli.words import WORDS
+from mezzo.cli.words import TYPED_WORDS
 from mezzo.commands.check.conclusion import CheckOptions, _commands, time_for_runs_s
 from mezzo.devices import Device
 from mezzo.gpus import gpu_named
@@ -48,7 +48,7 @@ def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_s
     monkeypatch.setenv("PYTHONPATH", "lib")
     Path("train.py").write_text("import torch\n")
     words = ("check", "--gpu", "h100", "--metric", "acc=(.*)", "--json", "train.py", "--save", "out/{run}")
-    token = WORDS.set(words)
+    token = TYPED_WORDS.set(words)
     try:
         script = Script(target="train.py", arguments=list(words[-2:]))
         asked = CheckOptions(script=script, budget=Budget(60.0), gpu=None, policies=None, seeds=3, metric=words[4])
@@ -61,7 +61,7 @@ def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_s
         )
         assert command("python") == "PYTHONPATH=lib python train.py --save out/alone"
     finally:
-        WORDS.reset(token)
+        TYPED_WORDS.reset(token)
 
 
 @pytest.mark.usefixtures("cpu_alone")

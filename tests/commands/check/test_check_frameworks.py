@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
-from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import NextStage, next_stage
 from mezzo.commands.check.runs import Check, CheckSettings
 from mezzo.errors import ScriptError
-from mezzo.launch.resuming import Finished, Waves
-from mezzo.launch.side_by_side import one_after_another
+from mezzo.studies.finished import Finished
+from mezzo.studies.loop import Study
+from mezzo.studies.side_by_side import one_after_another
 
 NAN = float("nan")
 
@@ -32,8 +32,8 @@ def checking(folder: Path) -> Check:
         arguments=(),
         framework="keras",
     )
-    waves = Waves(one_after_another, {})
-    return Check(settings=settings, folder=folder, finished=Finished(folder, {}), waves=waves, say=lambda _: None)
+    study = Study(one_after_another, Finished(folder, {}))
+    return Check(settings=settings, folder=folder, study=study, say=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,8 @@ def test_a_search_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("mezzo.commands.check.runs.fallback_of_script", refused)
     monkeypatch.setattr(Check, "_request", lambda *_, **__: None)
-    check, asked = checking(tmp_path), NextStage(kind="fallback", policy="fp16", why="")
-    with stoppable() as stop:
-        check._do(asked, stop)
+    stages = iter([NextStage(kind="fallback", policy="fp16", why="")])
+    monkeypatch.setattr("mezzo.commands.check.runs.next_stage", lambda known: next(stages, None))
+    check = checking(tmp_path)
+    check.run()
     assert [stage.outcome for stage in check.stages] == ["no result: the script has no module to keep in FP32"]

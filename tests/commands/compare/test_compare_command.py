@@ -18,12 +18,14 @@ from mezzo.cli.script import Script
 from mezzo.commands.compare import command as command
 from mezzo.commands.compare import together
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import one_after_another
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
 from mezzo.report.html import write_page
 from mezzo.report.terminal import render_page
+from mezzo.studies.finished import Finished
+from mezzo.studies.loop import Study
+from mezzo.studies.side_by_side import one_after_another
 from record_builders import compare_record, emulated_record, run_record
 
 
@@ -47,10 +49,17 @@ def test_a_run_may_take_so_long(
         return run_record("fp32", duration_s=next(durations))
 
     monkeypatch.setattr("mezzo.launch.runner.observe_child", run)
-    request = Request(
-        target="train.py", kind="script", policy="fp32", record_path=str(tmp_path / "r" / "record.json"), command=()
-    )
-    command.run_all([request] * 4, timeout_s=timeout_s, engine=one_after_another)
+    requests = [
+        Request(
+            target="train.py",
+            kind="script",
+            policy="fp32",
+            record_path=str(tmp_path / f"{number}" / "record.json"),
+            command=(),
+        )
+        for number in range(4)
+    ]
+    command.run_all(requests, timeout_s=timeout_s, study=Study(one_after_another, Finished(tmp_path, {})))
     assert asked == limits
 
 

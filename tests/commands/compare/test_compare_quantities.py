@@ -15,12 +15,12 @@ from helpers_compare import judge, row_of, run, series, with_metric
 from mezzo.commands.compare.judge import MAX_SEEDS, seeds_needed
 from mezzo.commands.compare.quantities import (
     Absolute,
+    DifferenceScale,
     Margin,
     MetricGrid,
     Proportion,
     Quantity,
     Ratio,
-    Scale,
     grid_of,
     scale_of_metric,
     spread_errors,
@@ -231,7 +231,7 @@ def test_a_policy_that_learns_half_in_a_short_run_is_not_equivalent() -> None:
         ("accuracy", [0.0, 100.0], Proportion(100.0)),
     ],
 )
-def test_the_scale_of_a_metric(name: str, values: list[float], scale: Scale) -> None:
+def test_the_scale_of_a_metric(name: str, values: list[float], scale: DifferenceScale) -> None:
     assert scale_of_metric(Metric(name=name, pattern=""), values) == scale
 
 
@@ -287,7 +287,7 @@ def test_the_margin_of_a_proportion_is_cohens_h() -> None:
         ([0.0, 1.0], Proportion(1.0), MetricGrid(step=1.0)),
     ],
 )  # fmt: skip
-def test_the_step_of_a_metrics_values(values: list[float], scale: Scale, grid: MetricGrid) -> None:
+def test_the_step_of_a_metrics_values(values: list[float], scale: DifferenceScale, grid: MetricGrid) -> None:
     found = grid_of(values, scale)
     assert (found.step, found.num_examples) == (pytest.approx(grid.step), grid.num_examples)
 

@@ -34,5 +34,5 @@ def test_no_run_finds_the_checkpoints_of_another(tmp_path: Path) -> None:
     )
     asked = Asked()
     with pytest.raises(Stopped):
-        fallback_of_script(request, folder=tmp_path, waves=asked)  # type: ignore[arg-type]
+        fallback_of_script(request, folder=tmp_path, study=asked)  # type: ignore[arg-type]
     assert asked.request.arguments == ("--out", "a/reference")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.commands.fallback.search import Names, search
+from mezzo.commands.fallback.search import ModuleSet, search
 from mezzo.observe.module_names import covered, outermost
 
 TOLERANCE = 0.02
@@ -20,9 +20,9 @@ class Planted:
     """Fail with 0.5 for each planted module that nothing covers, and count the calls."""
 
     def __init__(self, *planted: str) -> None:
-        self.planted, self.asked = planted, list[Names]()
+        self.planted, self.asked = planted, list[ModuleSet]()
 
-    def __call__(self, kept: Names) -> float:
+    def __call__(self, kept: ModuleSet) -> float:
         self.asked.append(kept)
         missing = [name for name in self.planted if not covered(name, kept)]
         return 0.5 * len(missing) or 0.001
@@ -32,7 +32,7 @@ def names(count: int) -> list[str]:
     return [f"m{number:03}" for number in range(count)]
 
 
-def is_minimal(kept: Names, verify: Callable[[Names], float]) -> bool:
+def is_minimal(kept: ModuleSet, verify: Callable[[ModuleSet], float]) -> bool:
     return all(not verify(tuple(n for n in kept if n != name)) <= TOLERANCE for name in kept)
 
 
@@ -80,7 +80,7 @@ def test_any_ranking_ends_in_the_planted_set(count: int, data: st.DataObject) ->
 def test_errors_without_any_order_still_end_in_a_minimal_set_that_passes(seed: int) -> None:
     ranked = names(9)
 
-    def verify(kept: Names) -> float:
+    def verify(kept: ModuleSet) -> float:
         passes = set(kept) == set(ranked) or (bool(kept) and random.Random(f"{seed}{kept}").random() < 0.4)
         return 0.001 if passes else 0.5
 
@@ -98,9 +98,9 @@ def test_nothing_to_keep_costs_one_verification() -> None:
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 0.021])
 def test_what_no_module_mends_is_said(error: float) -> None:
-    asked: list[Names] = []
+    asked: list[ModuleSet] = []
 
-    def verify(kept: Names) -> float:
+    def verify(kept: ModuleSet) -> float:
         asked.append(kept)
         return error
 
@@ -113,7 +113,7 @@ def test_no_candidates() -> None:
 
 
 TREE = ["block", "block.a", "block.b", "block.b.c", "other"]
-OPENED: list[tuple[list[str], tuple[str, ...], set[str], Names]] = [
+OPENED: list[tuple[list[str], tuple[str, ...], set[str], ModuleSet]] = [
     # ranked, planted, whole, found
     (TREE, ("block.a",), set(), ("block.a",)),
     (TREE, ("block.b.c", "other"), set(), ("block.b.c", "other")),
@@ -126,7 +126,7 @@ OPENED: list[tuple[list[str], tuple[str, ...], set[str], Names]] = [
 
 @pytest.mark.parametrize(("ranked", "planted", "whole", "found"), OPENED)
 def test_containers_are_opened_where_a_part_will_do(
-    ranked: list[str], planted: tuple[str, ...], whole: set[str], found: Names
+    ranked: list[str], planted: tuple[str, ...], whole: set[str], found: ModuleSet
 ) -> None:
     verify = Planted(*planted)
     assert search(ranked, verify, tolerance=TOLERANCE, whole=whole) == found
@@ -134,10 +134,10 @@ def test_containers_are_opened_where_a_part_will_do(
 
 
 def test_the_dearer_of_two_that_will_do_goes() -> None:
-    def verify(kept: Names) -> float:
+    def verify(kept: ModuleSet) -> float:
         return 0.001 if "a" in kept or "b" in kept else (0.3 if "c" in kept else 0.5)
 
-    def either(kept: Names) -> float:
+    def either(kept: ModuleSet) -> float:
         return 0.001 if {"a", "c"} <= set(kept) or {"b", "c"} <= set(kept) else 0.5
 
     ranked = ["a", "b", "c"]
@@ -162,5 +162,5 @@ def test_a_search_goes_on_from_an_earlier_set() -> None:
         (("a.b.c", "a.b", "a.bc"), ("a.b", "a.bc")),
     ],
 )
-def test_outermost(given_names: Names, kept: Names) -> None:
+def test_outermost(given_names: ModuleSet, kept: ModuleSet) -> None:
     assert outermost(given_names) == kept

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead, name_of
+from mezzo.commands.fallback.search import TrialsAhead, name_of
 from mezzo.errors import ScriptError
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, checked
 from mezzo.observe.module_names import covered
@@ -32,7 +32,7 @@ class Training:
         self.asked: list[str] = []
         self.foreseen: list[list[str]] = []
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         self.asked.append(settings.name)
         self.foreseen.append([trial.settings.name for trial in islice(ahead(), 2)])
         found = measured(settings.steps if settings.all_steps else settings.steps[:1], 0.0)
@@ -71,7 +71,9 @@ def test_the_next_run_is_among_the_first_two_that_are_foreseen(
 
 def test_looking_ahead_changes_nothing() -> None:
     class Blind(Training):
-        def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+        def __call__(
+            self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead
+        ) -> tuple[Measured, RunRecord]:
             return super().__call__(policy, settings, lambda: ())
 
     both = [kind({"layer1", "layer7"}, {"layer5"}) for kind in (Training, Blind)]

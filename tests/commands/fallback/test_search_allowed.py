@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.search import Allowed, stand_out
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import Allowed, TrialsAhead, stand_out
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings
@@ -36,7 +35,7 @@ class Training:
     """What modules do differently when they run alone."""
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         self.asked.append(settings.name)
         steps = settings.steps if settings.all_steps else settings.steps[:1]
         local = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.commands.resume_check.judgement import Runs, judged
-from mezzo.measure.state_trace import ObjectState, Point, RunTrace, Written
+from mezzo.measure.state_trace import ObjectState, Point, RunTrace, WrittenFile
 
 STEPS, STOP, AT = 8, 5, 4
 
@@ -159,6 +159,6 @@ def test_runs_without_a_comparison(more: dict[str, object], verdict: str) -> Non
 
 def test_a_checkpoint_that_came_too_late_is_named() -> None:
     whole = trace(0, STEPS)
-    whole.written.append(Written(path="last.pt", updates=8, is_checkpoint=True))
+    whole.written.append(WrittenFile(path="last.pt", updates=8, is_checkpoint=True))
     found = judged(runs(trace(0, STEPS), whole=whole, checkpoints=[]))
     assert found.why.endswith("stopped after step 5; undisturbed, it first writes one after step 8 of 8")

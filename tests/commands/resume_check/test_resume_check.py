@@ -23,7 +23,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.runner import shared_imports
 from mezzo.launch.torch.traced import FilesWritten, StateTrace
-from mezzo.measure.state_trace import Point, RunTrace, Written
+from mezzo.measure.state_trace import Point, RunTrace, WrittenFile
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 from paths import SCRIPTS
@@ -184,8 +184,8 @@ def test_a_folder_is_one_checkpoint(tmp_path: Path, files: list[tuple[str, int]]
         _write_state(tmp_path / name)
     (tmp_path / "ckpt").mkdir(exist_ok=True)
     (tmp_path / "ckpt" / "where.json").write_text("[0, 6]")
-    written = [Written(path=str(tmp_path / name), updates=n, is_checkpoint=False) for name, n in files]
-    written.append(Written(path=str(tmp_path / "ckpt" / "where.json"), updates=6, is_checkpoint=False))
+    written = [WrittenFile(path=str(tmp_path / name), updates=n, is_checkpoint=False) for name, n in files]
+    written.append(WrittenFile(path=str(tmp_path / "ckpt" / "where.json"), updates=6, is_checkpoint=False))
     found = checkpoints_of(written, work=str(tmp_path))
     assert [os.path.relpath(path, tmp_path) for path in found] == checkpoints
 
@@ -229,7 +229,7 @@ def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:
     ],
 )
 def test_the_stop_lies_between_two_checkpoints(saves: tuple[int, ...], steps: int, stop: int) -> None:
-    written = [Written(path="a", updates=n, is_checkpoint=True) for n in saves]
+    written = [WrittenFile(path="a", updates=n, is_checkpoint=True) for n in saves]
     assert stop_of(RunTrace(written=written, end=Point(updates=steps))) == stop
 
 

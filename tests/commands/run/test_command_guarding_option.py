@@ -11,7 +11,7 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli.script import Script
-from mezzo.cli.words import WORDS
+from mezzo.cli.words import TYPED_WORDS
 from mezzo.commands.run.command import guard_request
 from paths import SCRIPTS
 
@@ -56,11 +56,11 @@ def test_each_alarm_says_what_to_type(
     monkeypatch.setenv("PYTHONPATH", "lib")  # without it, the script may be another one
     Path("train.py").write_text("import torch\n")
     script = Script(target="train.py", arguments=["--lr", "1"], as_module=False, out=None, log_to=None, as_json=False)
-    token = WORDS.set(("run", "--policy", policy, "train.py", "--lr", "1"))
+    token = TYPED_WORDS.set(("run", "--policy", policy, "train.py", "--lr", "1"))
     try:
         asked = guard_request(script, None, policy=policy)
     finally:
-        WORDS.reset(token)
+        TYPED_WORDS.reset(token)
     assert asked is not None
     assert (asked.action, {**asked.commands}[kind]) == ("note", f"PYTHONPATH=lib {command}")  # type: ignore[index]
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from helpers_engine import casting, randn, same_bits, saved_bytes, tensors, ulps
 from mezzo.engine.matrix_units.emulation import float8_linear, quantise
-from mezzo.formats import E4M3, E5M2, Format
+from mezzo.formats import E4M3, E5M2, RECIPES, Format
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -576,6 +576,9 @@ def nearest(x: Tensor, fmt: Format) -> Tensor:
     return torch.where(to_low, low, high)
 
 
+RECIPE = RECIPES["tensorwise", "ocp"]
+
+
 def hand_quantised(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Return float64 8-bit values and the scale, by the largest magnitude."""
     scale = (torch.tensor(fmt.max) / x.abs().max().float()).double()
@@ -593,7 +596,8 @@ def test_the_tables_of_8_bit_values_are_the_dtypes() -> None:
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
 def test_quantise_is_a_real_cast_of_scaled_values(fmt: Format, dtype: torch.dtype, size: float) -> None:
     x = randn(64, 64) * size
-    stored, scale = quantise(x, fmt)
+    scaled = {E4M3: RECIPE.values, E5M2: RECIPE.gradients}[fmt]
+    stored, scale = quantise(x, scaled, along=-1)
     assert stored.dtype is dtype
     assert scale.item() == pytest.approx(fmt.max / x.abs().max().item(), rel=1e-6)
     assert torch.equal(stored.float(), (x * scale).clamp(-fmt.max, fmt.max).to(dtype).float())
@@ -605,11 +609,11 @@ def test_quantise_is_a_real_cast_of_scaled_values(fmt: Format, dtype: torch.dtyp
 
 
 def test_quantise_of_zeros_and_of_what_is_not_finite() -> None:
-    stored, scale = quantise(torch.zeros(3), E4M3)
+    stored, scale = quantise(torch.zeros(3), RECIPE.values, along=-1)
     assert torch.equal(stored.float(), torch.zeros(3))
     assert math.isfinite(scale.item())
     for bad in (math.inf, math.nan):
-        stored, scale = quantise(torch.tensor([1.0, bad]), E4M3)
+        stored, scale = quantise(torch.tensor([1.0, bad]), RECIPE.values, along=-1)
         assert not (stored.float() / scale).isfinite().all()
 
 
@@ -619,7 +623,7 @@ def test_fp8_linear_is_the_product_of_quantised_operands(shape: tuple[int, ...],
     x, w = randn(*shape).bfloat16().requires_grad_(), (randn(5, 16) * 0.1).bfloat16().requires_grad_()
     b = randn(5).bfloat16().requires_grad_() if bias else None
     start = randn(*shape[:-1], 5, seed=3).bfloat16()
-    y = float8_linear(x, w, b)
+    y = float8_linear(x, w, b, recipe=RECIPE)
     grads = torch.autograd.grad(y, [x, w, b] if b is not None else [x, w], start)
 
     (x8, xs), (w8, ws) = hand_quantised(x.detach(), E4M3), hand_quantised(w.detach(), E4M3)
@@ -645,7 +649,7 @@ def test_under_the_fp8_policy_linear_layers_are_fp8_and_the_rest_bf16() -> None:
     with casting("fp8").region():
         y, z, s = F.linear(x, w), x @ w.T, (x @ w.T).softmax(-1)
     assert (y.dtype, z.dtype, s.dtype) == (BF16, BF16, FP32)
-    assert torch.equal(y, float8_linear(x.bfloat16(), w))
+    assert torch.equal(y, float8_linear(x.bfloat16(), w, recipe=RECIPE))
     with casting("bf16").region():
         assert same_bits([z], [x @ w.T])
     assert not torch.equal(y, z)

@@ -92,7 +92,7 @@ def sealed(header: dict[str, Any], data: bytes = b"") -> bytes:
     """Return a file with a right checksum, whatever is in it."""
     header["__metadata__"] = {
         "kind": container.KIND,
-        "version": str(container.VERSION),
+        "version": str(container.FILE_VERSION),
         "crc32": "0" * 8,
         "state": "{}",
     } | header.get("__metadata__", {})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mezzo.measure.predict.operations import operations_of
-from mezzo.measure.predict.tape import Shape
+from mezzo.measure.predict.tape import ProductSize
 
 aten: Any = torch.ops.aten
 
@@ -17,13 +17,13 @@ aten: Any = torch.ops.aten
 @pytest.mark.parametrize(
     ("function", "sizes", "shape"),
     [
-        (aten.mm.default, [(2, 3), (3, 5)], Shape(1, 2, 5, 3)),
-        (aten.bmm.default, [(4, 2, 3), (4, 3, 5)], Shape(4, 2, 5, 3)),
-        (aten.mv.default, [(2, 3), (3,)], Shape(1, 2, 1, 3)),
+        (aten.mm.default, [(2, 3), (3, 5)], ProductSize(1, 2, 5, 3)),
+        (aten.bmm.default, [(4, 2, 3), (4, 3, 5)], ProductSize(4, 2, 5, 3)),
+        (aten.mv.default, [(2, 3), (3,)], ProductSize(1, 2, 1, 3)),
     ],
     ids=str,
 )
-def test_products_rows_columns_and_depth(function: Any, sizes: list[tuple[int, ...]], shape: Shape) -> None:
+def test_products_rows_columns_and_depth(function: Any, sizes: list[tuple[int, ...]], shape: ProductSize) -> None:
     args: list[Tensor] = [torch.ones(size) for size in sizes]
     (found,) = operations_of(function, args, {}, function(*args), "forward", "")
     assert found.shape == shape
@@ -32,15 +32,21 @@ def test_products_rows_columns_and_depth(function: Any, sizes: list[tuple[int, .
 @pytest.mark.parametrize(
     ("x", "weight", "transposed", "groups", "shape"),
     [
-        ((2, 6, 5, 5), (8, 6, 3, 3), False, 1, Shape(1, 2 * 3 * 3, 8, 6 * 9, 9)),
-        ((2, 6, 5, 5), (8, 3, 3, 3), False, 2, Shape(2, 2 * 3 * 3, 4, 3 * 9, 9)),
-        ((2, 6, 5, 4), (6, 8, 3, 3), True, 1, Shape(1, 2 * 5 * 4, 8 * 9, 6, 9)),  # as many rows as the input has places
-        ((2, 6, 5, 4), (6, 4, 3, 3), True, 2, Shape(2, 2 * 5 * 4, 4 * 9, 3, 9)),
+        ((2, 6, 5, 5), (8, 6, 3, 3), False, 1, ProductSize(1, 2 * 3 * 3, 8, 6 * 9, 9)),
+        ((2, 6, 5, 5), (8, 3, 3, 3), False, 2, ProductSize(2, 2 * 3 * 3, 4, 3 * 9, 9)),
+        (
+            (2, 6, 5, 4),
+            (6, 8, 3, 3),
+            True,
+            1,
+            ProductSize(1, 2 * 5 * 4, 8 * 9, 6, 9),
+        ),  # as many rows as the input has places
+        ((2, 6, 5, 4), (6, 4, 3, 3), True, 2, ProductSize(2, 2 * 5 * 4, 4 * 9, 3, 9)),
     ],
     ids=str,
 )
 def test_convolutions_as_products(
-    x: tuple[int, ...], weight: tuple[int, ...], transposed: bool, groups: int, shape: Shape
+    x: tuple[int, ...], weight: tuple[int, ...], transposed: bool, groups: int, shape: ProductSize
 ) -> None:
     args = [torch.ones(x), torch.ones(weight), None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups]
     function = aten.convolution.default

@@ -12,13 +12,13 @@ from mezzo.measure.predict.rates import (
     kind_of,
     line_through,
 )
-from mezzo.measure.predict.tape import CostedOperation, Shape
+from mezzo.measure.predict.tape import CostedOperation, ProductSize
 
-NO_SHAPE = Shape()
+NO_SHAPE = ProductSize()
 
 
 def _operation(
-    name: str = "relu", *, flops: int = 0, read: int = 0, written: int = 0, shape: Shape = NO_SHAPE
+    name: str = "relu", *, flops: int = 0, read: int = 0, written: int = 0, shape: ProductSize = NO_SHAPE
 ) -> CostedOperation:
     return CostedOperation(name, "forward", "", "fp32", flops, read, written, shape)
 
@@ -40,7 +40,7 @@ def test_no_rate_is_negative() -> None:
 
 def test_a_normalisation_has_a_cost_for_each_channel() -> None:
     norms = [
-        _operation("native_batch_norm", read=r, shape=Shape(1, c, 4, 0))
+        _operation("native_batch_norm", read=r, shape=ProductSize(1, c, 4, 0))
         for r, c in ((10**3, 8), (10**6, 8), (10**3, 512))
     ]
     line = line_through([TimedOperation(op, 1e-6 + 1e-9 * op.read_bytes + 1e-7 * op.shape.rows) for op in norms])
@@ -56,7 +56,7 @@ def test_whole_steps_give_what_lies_between_operations() -> None:
     assert found.seconds(steps[0][0]).sum() == pytest.approx(steps[0][1], rel=1e-3)
 
 
-DEPTHWISE = Shape(64, 1000, 1, 9, 9)
+DEPTHWISE = ProductSize(64, 1000, 1, 9, 9)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,13 @@ DEPTHWISE = Shape(64, 1000, 1, 9, 9)
     [
         (_operation(), "relu fp32"),
         (_operation(written=33 << 20), "relu fp32 large"),
-        (_operation("mm", flops=1, shape=Shape(1, 64, 64, 64)), "mm fp32"),
-        (_operation("mm", flops=1, shape=Shape(1, 4, 64, 64)), "mm fp32 thin rows"),
-        (_operation("convolution", flops=1, shape=Shape(1, 64, 64, 64, 1)), "convolution fp32 pointwise"),
-        (_operation("convolution", flops=1, shape=Shape(1, 64, 64, 27, 9)), "convolution fp32 window thin depth"),
+        (_operation("mm", flops=1, shape=ProductSize(1, 64, 64, 64)), "mm fp32"),
+        (_operation("mm", flops=1, shape=ProductSize(1, 4, 64, 64)), "mm fp32 thin rows"),
+        (_operation("convolution", flops=1, shape=ProductSize(1, 64, 64, 64, 1)), "convolution fp32 pointwise"),
+        (
+            _operation("convolution", flops=1, shape=ProductSize(1, 64, 64, 27, 9)),
+            "convolution fp32 window thin depth",
+        ),
         (_operation("convolution", flops=1, read=9, written=8, shape=DEPTHWISE), "convolution fp32 depthwise"),
         (_operation("convolution", flops=1, read=32, written=8, shape=DEPTHWISE), "convolution fp32 depthwise strided"),
         (
@@ -80,7 +83,7 @@ DEPTHWISE = Shape(64, 1000, 1, 9, 9)
         ),
         (_operation("convolution", flops=1, read=16, written=8, shape=DEPTHWISE), "convolution fp32 depthwise"),
         (
-            _operation("convolution", flops=1, read=8, written=8, shape=Shape(2, 64, 64, 72, 9)),
+            _operation("convolution", flops=1, read=8, written=8, shape=ProductSize(2, 64, 64, 72, 9)),
             "convolution fp32 grouped",
         ),
     ],
@@ -90,13 +93,13 @@ def test_kinds(operation: CostedOperation, kind: str) -> None:
 
 
 def test_the_weight_gradient_of_a_depthwise_convolution_is_depthwise() -> None:
-    assert is_depthwise(Shape(64, 1, 9, 1000, 9))
-    assert not is_depthwise(Shape(2, 32, 288, 1000, 9))
+    assert is_depthwise(ProductSize(64, 1, 9, 1000, 9))
+    assert not is_depthwise(ProductSize(2, 32, 288, 1000, 9))
 
 
 def test_an_operation_that_was_not_timed_gets_the_nearest_rates() -> None:
     rates = MachineRates(
         {"(others)": CostLine(1.0, 0, 0), "(products)": CostLine(2.0, 0, 0), "mm fp32": CostLine(3.0, 0, 0)}
     )
-    thin = _operation("mm", flops=1, shape=Shape(1, 4, 64, 64))
+    thin = _operation("mm", flops=1, shape=ProductSize(1, 4, 64, 64))
     assert [rates.line(op).each_s for op in (_operation(), _operation("bmm", flops=1), thin)] == [1.0, 2.0, 3.0]

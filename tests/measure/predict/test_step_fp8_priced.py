@@ -8,13 +8,13 @@ import pytest
 
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.step import fp8_bounds, fp8_layers
-from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
+from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase
 from mezzo.measure.predict.time import Constants
 
 
-def product(module: str, rows: int, columns: int, depth: int, phase: Phase = "forward") -> CostedOperation:
+def product(module: str, rows: int, columns: int, depth: int, phase: TapePhase = "forward") -> CostedOperation:
     flops, read, written = 2 * rows * columns * depth, 2 * depth * (rows + columns), 2 * rows * columns
-    return CostedOperation("mm", phase, module, "fp16", flops, read, written, Shape(1, rows, columns, depth))
+    return CostedOperation("mm", phase, module, "fp16", flops, read, written, ProductSize(1, rows, columns, depth))
 
 
 def test_layers_are_chosen_as_the_policy_chooses_them() -> None:
@@ -43,7 +43,7 @@ def test_layers_are_chosen_as_the_policy_chooses_them() -> None:
         ("mm", "fp16", "optimizer", False),
     ],
 )
-def test_only_16_bit_products_of_linear_layers_run_in_fp8(name: str, form: str, phase: Phase, runs: bool) -> None:
+def test_only_16_bit_products_of_linear_layers_run_in_fp8(name: str, form: str, phase: TapePhase, runs: bool) -> None:
     layers = [product("large", 4096, 4096, 4096), product("head", 4096, 4096, 4096)]
     other = product("large", 4096, 4096, 4096, phase)
     found = fp8_layers([*layers, dataclasses.replace(other, name=name, format=form)])

@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.step import Conditions
-from mezzo.measure.predict.tape import CostedOperation, Shape, TrainingTape
+from mezzo.measure.predict.tape import CostedOperation, ProductSize, TrainingTape
 from mezzo.measure.predict.time import Card, Columns, Constants, family, fitted, longer_of, operation_bounds
 
 V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
@@ -36,11 +36,11 @@ IDEAL = Constants(
 )
 
 
-NO_SHAPE = Shape()
+NO_SHAPE = ProductSize()
 
 
 def _operation(
-    form: str, *, flops: int = 0, moved: int = 0, shape: Shape = NO_SHAPE, name: str = "mm"
+    form: str, *, flops: int = 0, moved: int = 0, shape: ProductSize = NO_SHAPE, name: str = "mm"
 ) -> CostedOperation:
     return CostedOperation(name, "forward", "", form, flops, moved, 0, shape)
 
@@ -51,8 +51,8 @@ def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
 
 
 # 80 x 1 tiles of 128 x 64 on the V100's 80 multiprocessors: nothing is wasted.
-FULL = Shape(1, 80 * 128, 64, 4096)
-SHORT = Shape(1, 80 * 128, 64, 256)
+FULL = ProductSize(1, 80 * 128, 64, 4096)
+SHORT = ProductSize(1, 80 * 128, 64, 256)
 FLOPS = 2 * 80 * 128 * 64 * 4096
 
 
@@ -65,14 +65,14 @@ FLOPS = 2 * 80 * 128 * 64 * 4096
         (_operation("fp32", flops=FLOPS, shape=FULL), A100, True, FLOPS / 156e12),  # the sum is split over all 108
         (_operation("fp32", flops=FLOPS, shape=SHORT), A100, False, FLOPS / (19.5e12 * 80 / 108)),  # 28 are idle
         (
-            _operation("fp16", flops=FLOPS // 2, shape=Shape(1, 80 * 128, 32, 4096)),
+            _operation("fp16", flops=FLOPS // 2, shape=ProductSize(1, 80 * 128, 32, 4096)),
             V100,
             False,
             FLOPS / 125e12,
         ),  # half a tile
         (_operation("fp16", moved=9 * 10**11, name="add"), V100, False, 1.0),
         (
-            _operation("fp32", flops=FLOPS, shape=Shape(64, 9, 1, 1, 1), name="convolution"),
+            _operation("fp32", flops=FLOPS, shape=ProductSize(64, 9, 1, 1, 1), name="convolution"),
             V100,
             False,
             FLOPS / 7.85e12,
@@ -104,7 +104,7 @@ def test_clock_and_matrix_units_of_a_card() -> None:
 
 def test_a_board_without_the_power_keeps_a_lower_clock() -> None:
     # The L4 has 72 W for 58 multiprocessors at 2.04 GHz: 0.608 W each a GHz. A quarter of the wanted power halves the clock.
-    one = Columns.of([_operation("fp32", flops=FLOPS, shape=Shape(1, 58 * 128, 64, 256))])
+    one = Columns.of([_operation("fp32", flops=FLOPS, shape=ProductSize(1, 58 * 128, 64, 256))])
     card = Card.of(gpu_named("l4"), tf32=False, channels_last=True)
     assert card.power_w == pytest.approx(72 / (58 * 2.041), rel=1e-3)
     fast, slow = (
@@ -116,7 +116,7 @@ def test_a_board_without_the_power_keeps_a_lower_clock() -> None:
 
 
 def test_channels_first_convolutions_in_16_bits_are_copied() -> None:
-    one = Columns.of([_operation("fp16", moved=9 * 10**8, shape=Shape(1, 1, 1, 1, 9), name="convolution")])
+    one = Columns.of([_operation("fp16", moved=9 * 10**8, shape=ProductSize(1, 1, 1, 1, 9), name="convolution")])
     constants = dataclasses.replace(IDEAL, layout_copies=0.5)
     last, first = (
         operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]
@@ -132,7 +132,7 @@ def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None
     def seconds(channels: int) -> float:
         moved = 9 * 10**8
         one = _operation(
-            "fp32", moved=moved, shape=Shape(1, channels, moved // 4 // channels, 0), name="native_batch_norm"
+            "fp32", moved=moved, shape=ProductSize(1, channels, moved // 4 // channels, 0), name="native_batch_norm"
         )
         return float(operation_bounds(Columns.of([one]), card, constants).total[0])
 
@@ -144,7 +144,7 @@ def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None
 def test_channels_first_normalisation_is_as_slow_in_16_bits(form: str, element_bytes: int) -> None:
     # 10 channels have 10 blocks of threads, each of one element a cycle at 1.53 GHz: 16 bits move half the bytes in the same time.
     constants = dataclasses.replace(IDEAL, block_elements=1.0)
-    shape = Shape(1, 10, 10**8, 0)
+    shape = ProductSize(1, 10, 10**8, 0)
     one = Columns.of([_operation(form, moved=10**9 * element_bytes, shape=shape, name="native_batch_norm")])
     first, last = (
         operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]

@@ -17,7 +17,7 @@ from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
 from mezzo.measure.predict import named
 from mezzo.measure.predict.named import NamedModel
-from mezzo.measure.predict.tape import Shape, TrainingTape
+from mezzo.measure.predict.tape import ProductSize, TrainingTape
 from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from mezzo.policy import Policy
@@ -73,11 +73,11 @@ def test_convolutions_of_a_small_network() -> None:
     products = {op.name: op for op in reversed(_tape(_cnn, 3, 6, 6).operations) if op.flops}
     forward = 2 * 4 * 36 * 8 * 27
     assert products["convolution"].flops == forward
-    assert products["convolution"].shape == Shape(1, 4 * 36, 8, 27, 9)
+    assert products["convolution"].shape == ProductSize(1, 4 * 36, 8, 27, 9)
     names = Counter(op.name for op in _tape(_cnn, 3, 6, 6).operations if op.flops)
     assert names == {"convolution": 2, "convolution_weight_gradient": 2, "convolution_input_gradient": 1}
     # the depthwise one: 8 groups of one channel
-    assert products["convolution_input_gradient"].shape == Shape(8, 4 * 36, 1, 1, 1)
+    assert products["convolution_input_gradient"].shape == ProductSize(8, 4 * 36, 1, 1, 1)
     assert products["convolution_input_gradient"].flops == 2 * 4 * 36 * 8
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mezzo.observe.nonfinite.evidence import GradientErrors, Harmless, Kind, Source, WrongGradient
+from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, Harmless, SourceKind, WrongGradient
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
 from mezzo.records import RunRecord, Steps
 from record_builders import environment
@@ -48,8 +48,8 @@ class Told(NamedTuple):
 
 
 def source(
-    kind: Kind = "made", *, index: int = 3, wide: float | None = 1e5, scale: float = 1.0, **known: Any
-) -> Source:
+    kind: SourceKind = "made", *, index: int = 3, wide: float | None = 1e5, scale: float = 1.0, **known: Any
+) -> FaultSource:
     whole: dict[str, Any] = {
         "op": f"{kind}{index}",
         "module": "fc",
@@ -57,11 +57,14 @@ def source(
         "backward": False,
         "format": "fp16",
     }
-    return Source(index, kind, operands=[], wide=wide, scale=scale, **(whole | known))
+    return FaultSource(index, kind, operands=[], wide=wide, scale=scale, **(whole | known))
 
 
 def showed(
-    *sources: Source, of_loss: tuple[Source, ...] = (), in_backward: tuple[Source, ...] = (), **known: Any
+    *sources: FaultSource,
+    of_loss: tuple[FaultSource, ...] = (),
+    in_backward: tuple[FaultSource, ...] = (),
+    **known: Any,
 ) -> InspectedStep:
     return InspectedStep(
         sources=list(sources),
@@ -72,8 +75,10 @@ def showed(
     )
 
 
-def errors(*, above: tuple[Source, ...] = (), below: tuple[Source, ...] = (), norm: float = 1.0) -> GradientErrors:
-    def wrong(sources: tuple[Source, ...]) -> tuple[WrongGradient, ...]:
+def errors(
+    *, above: tuple[FaultSource, ...] = (), below: tuple[FaultSource, ...] = (), norm: float = 1.0
+) -> GradientErrors:
+    def wrong(sources: tuple[FaultSource, ...]) -> tuple[WrongGradient, ...]:
         return tuple(WrongGradient(f"w{k}", 0.1 * (k + 1), (one,)) for k, one in enumerate(sources))
 
     return GradientErrors(wrong(above), wrong(below), 4, 0.5, norm)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.observe.nonfinite.evidence import Source
+from mezzo.observe.nonfinite.evidence import FaultSource
 from mezzo.observe.nonfinite.shadows import tolerance
 
 
-def source(form: str) -> Source:
-    return Source(0, "made", "mm", None, "", backward=False, format=form, operands=[], wide=None, scale=1.0)
+def source(form: str) -> FaultSource:
+    return FaultSource(0, "made", "mm", None, "", backward=False, format=form, operands=[], wide=None, scale=1.0)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ every_counter = pytest.mark.parametrize(
 )
 
 
-def counted(values: Tensor, count: exponents.Count = exponents.reference) -> Counts:
+def counted(values: Tensor, count: exponents.CountExponents = exponents.reference) -> Counts:
     table = exponents.tables(1)
     count([values], [table[0]])
     return Counts(table[0].tolist())
@@ -81,7 +81,7 @@ def many() -> Tensor:
 @every_counter
 @every_format
 def test_counts_of_4_m_values_are_those_of_real_casts_at_8_scales(
-    many: Tensor, target: Format, count: exponents.Count
+    many: Tensor, target: Format, count: exponents.CountExponents
 ) -> None:
     counts = counted(many, count)
     assert counts.table[0] == int((many == 0).sum())
@@ -92,7 +92,7 @@ def test_counts_of_4_m_values_are_those_of_real_casts_at_8_scales(
 @every_counter
 @every_format
 def test_values_on_and_beside_every_line_of_a_format_fall_on_the_side_of_a_cast(
-    target: Format, count: exponents.Count
+    target: Format, count: exponents.CountExponents
 ) -> None:
     lines = [target.min_subnormal / 2, target.min_subnormal, target.min_normal, target.max, target.max * 2]
     lines += [target.min_normal - target.min_subnormal / 2, target.max * (1 + target.eps / 4)]
@@ -130,7 +130,7 @@ def test_any_bits_are_counted_alike_and_as_a_cast_takes_them(bits: list[int], sc
 
 @every_counter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_format_and_layout_of_a_tensor_is_counted(dtype: torch.dtype, count: exponents.Count) -> None:
+def test_every_format_and_layout_of_a_tensor_is_counted(dtype: torch.dtype, count: exponents.CountExponents) -> None:
     generator = torch.Generator().manual_seed(3)
     shapes = [(), (0,), (1,), (7, 5), (1023,), (1024,), (1025,), (300, 40)]
     tensors = [(torch.randn(shape, generator=generator) * 1e-5).to(dtype) for shape in shapes]

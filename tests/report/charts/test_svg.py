@@ -7,7 +7,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -70,6 +69,7 @@ import record_builders
 from mezzo.report.html import render_html
 page = render_html(record_builders.compare_record(num_steps=20))
 import matplotlib
+assert "matplotlib.figure" not in sys.modules
 assert matplotlib.rcParams["lines.linewidth"] == 17.0
 assert matplotlib.rcParams["svg.fonttype"] == "path"
 assert "matplotlib.pyplot" not in sys.modules
@@ -102,14 +102,14 @@ def test_a_page_is_the_same_under_a_read_only_home_and_settings_of_ones_own(tmp_
 
 
 @pytest.mark.parametrize(
-    ("data", "path"),
+    ("steps", "path"),
     [
-        ("M 1 2 L 3.04 2 L 3.04 1.96", "M1 2l2 0"),
-        ("M 1 2 L 1.5 1 M 5 5 L 6 6 z", "M1 2l.5-1M5 5l1 1z"),
-        ("M 1 2 M 5 5", "M1 2h0M5 5h0"),
-        ("M 1 2", "M1 2h0"),
-        ("", ""),
+        ([("M", 1, 2), ("L", 3.04, 2), ("L", 3.04, 1.96)], "M1 2l2 0"),
+        ([("M", 1, 2), ("L", 1.5, 1), ("M", 5, 5), ("L", 6, 6), ("z", 5, 5)], "M1 2l.5-1M5 5l1 1z"),
+        ([("M", 1, 2), ("M", 5, 5)], "M1 2h0M5 5h0"),
+        ([("M", 1, 2)], "M1 2h0"),
+        ([], ""),
     ],
 )
-def test_paths_are_in_tenths_of_a_pixel_and_relative(data: str, path: str) -> None:
-    assert _path([ElementTree.Element("path", d=data)]) == path
+def test_paths_are_in_tenths_of_a_pixel_and_relative(steps: list[tuple[str, float, float]], path: str) -> None:
+    assert _path(steps) == path

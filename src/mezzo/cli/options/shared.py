@@ -3,27 +3,87 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from mezzo.cli import results
 from mezzo.cli.first_word import check_first_word
-from mezzo.cli.options import completion, values
+from mezzo.cli.options import values
 from mezzo.cli.options.folders import check_folder
 from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
-from mezzo.errors import UsageError
+from mezzo.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from mezzo.policy import Policy
+    from mezzo.studies.on_cluster import Cluster
+    from mezzo.studies.side_by_side import Engine
 
 
-Target: TypeAlias = Annotated[
+# --- Shell completion: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little -----------------------
+
+
+def policy(incomplete: str) -> list[str]:
+    """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
+    from mezzo.policy import POLICY_ALIASES, PRESETS
+    from mezzo.records import AS_IS
+
+    names = [name for name in (*PRESETS, *POLICY_ALIASES, AS_IS) if name.startswith(incomplete)]
+    return [*names, *_files(incomplete, ".toml")]
+
+
+def policies(incomplete: str) -> list[str]:
+    """Return the list of policies typed before the last comma, once for each policy that completes the last one."""
+    before, comma, last = incomplete.rpartition(",")
+    listed = before.split(",")
+    return [before + comma + name for name in policy(last) if name not in listed]
+
+
+def verdicts(incomplete: str) -> list[str]:
+    """Return the list of verdicts typed before the last comma, once for each verdict that completes the last one."""
+    from mezzo.records import FAILING, NOT_EQUIVALENT
+
+    before, comma, last = incomplete.rpartition(",")
+    names = [*FAILING, NOT_EQUIVALENT, *(["none"] if not comma else [])]
+    return [before + comma + name for name in names if name.startswith(last) and name not in before.split(",")]
+
+
+def script(incomplete: str) -> list[str]:
+    """Return the Python files and folders whose path begins with ``incomplete``."""
+    return [*_files(incomplete, ".py")]
+
+
+def record(incomplete: str) -> list[str]:
+    """Return the records and folders whose path begins with ``incomplete``."""
+    return [*_files(incomplete, ".json")]
+
+
+def _files(incomplete: str, suffix: str) -> Iterator[str]:
+    folder, slash, start = incomplete.rpartition("/")
+    hidden = start.startswith(".")
+    try:
+        found = sorted(Path(folder + slash or ".").iterdir())
+    except OSError:
+        return
+    for path in found:
+        if path.name.startswith(start) and (hidden or not path.name.startswith((".", "__"))):
+            if path.is_dir():
+                yield f"{folder}{slash}{path.name}/"
+            elif path.suffix == suffix:
+                yield f"{folder}{slash}{path.name}"
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT",
-        autocompletion=completion.script,
+        autocompletion=script,
         callback=check_first_word,
         help="The training script (with -m: the name of a module).",
     ),
@@ -33,7 +93,7 @@ Arguments: TypeAlias = Annotated[
     typer.Argument(metavar="[ARGUMENTS]", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Metric: TypeAlias = Annotated[
+MetricOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="REGEX", help="Read a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
@@ -48,7 +108,7 @@ Out: TypeAlias = Annotated[
     ),
 ]
 
-Budget: TypeAlias = Annotated[
+BudgetOption: TypeAlias = Annotated[
     str,
     typer.Option(metavar="DURATION", callback=values.duration, help="Time for everything, such as 90s, 10m or 1h."),
 ]
@@ -109,14 +169,14 @@ def policy_option(text: str, *, as_is: bool = True) -> Any:
     return typer.Option(
         metavar="POLICY",
         callback=values.policy if as_is else values.judged_policy,
-        autocompletion=completion.policy,
+        autocompletion=policy,
         help=text,
     )
 
 
 def policies_option(text: str) -> Any:
     """Return the option of several policies with ``text`` as its help."""
-    return typer.Option(metavar="POLICIES", callback=values.policies, autocompletion=completion.policies, help=text)
+    return typer.Option(metavar="POLICIES", callback=values.policies, autocompletion=policies, help=text)
 
 
 MOST_OBSERVED_STEPS = 100_000
@@ -156,3 +216,88 @@ def check_metric(pattern: str | None) -> None:
         ) from None
     if groups == 0:
         raise UsageError(f"--metric {pattern!r} has no group", hint=f"type: {with_value('--metric', _METRIC)}")
+
+
+# --- ``--jobs`` and ``--on``: how many runs at once, and the cluster that they run on, with its options -------------------------
+
+Jobs: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Number of runs at once, each with a GPU of its own or, on a machine without GPUs, its share of the threads. "
+        "[default: 1; with --on, as many as the cluster allows]",
+    ),
+]
+On: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="CLUSTER",
+        help="Run on a cluster that shares the folder: slurm (through submitit) or ray, with options, such as "
+        "slurm:partition=gpu,gres=gpu:1,time=02:00:00 or ray:num_gpus=1. At most --jobs runs at once.",
+    ),
+]
+_LIBRARIES = {"slurm": "submitit", "ray": "ray"}
+
+
+def engine_of(jobs: int | None, on: str | None) -> Engine:
+    """Return the engine that executes the runs.
+
+    Raises:
+        UsageError: this machine cannot execute so many runs at once, or the cluster cannot be used.
+    """
+    from mezzo.launch.ranks.leading import leader
+    from mezzo.studies.on_cluster import OnCluster
+    from mezzo.studies.side_by_side import SideBySide, one_after_another, slots
+
+    if on is None and (jobs or 1) == 1:
+        return one_after_another
+    if leader() is not None:
+        option = f"--jobs {jobs}" if on is None else f"--on {on}"
+        raise UsageError(
+            f"{option} under a launcher of several processes; allowed: neither --jobs nor --on",
+            hint=f"leave out {option}: each run uses all processes of the launcher",
+        )
+    if on is not None:
+        return OnCluster(named_cluster(on), jobs=jobs, note=results.note)
+    return SideBySide(slots(jobs or 1))
+
+
+def named_cluster(text: str) -> Cluster:
+    """Return the cluster of ``--on``.
+
+    Raises:
+        UsageError: it is unknown, an option is not valid, or its library or Slurm is missing.
+    """
+    from mezzo.studies.on_cluster import Ray, Slurm
+
+    name, _, rest = text.partition(":")
+    if name not in _LIBRARIES:
+        near = min(_LIBRARIES, key=lambda one: one[0] != name[:1])
+        raise UsageError(
+            f"--on {text!r}; {nearest(name, list(_LIBRARIES))}",
+            hint=f"type: {with_value('--on', near)}",
+        )
+    options = _options(text, rest)
+    try:
+        return Slurm(options) if name == "slurm" else Ray(options)
+    except ModuleNotFoundError as error:
+        if error.name != _LIBRARIES[name]:
+            raise
+        raise UsageError(
+            f"--on {name} needs {_LIBRARIES[name]}, which is not installed", hint=f"pip install {_LIBRARIES[name]}"
+        ) from None
+
+
+def _options(text: str, rest: str) -> dict[str, str]:
+    options = {}
+    for part in filter(None, rest.split(",")):
+        name, equals, value = part.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise UsageError(
+                f"--on {text!r} contains {part!r}; allowed: options as name=value, separated by commas",
+                hint="type: --on slurm:partition=gpu,time=02:00:00",
+            )
+        options[name.strip()] = value.strip()
+    return options

@@ -14,7 +14,7 @@ import typer
 from mezzo.cli.vocabulary import EXAMPLES
 from mezzo.cli.words import typed, with_value, without_option
 from mezzo.errors import PolicyError, UsageError, nearest
-from mezzo.measure.predict.names import LIBRARIES, OPTIMIZERS, SHARDS
+from mezzo.measure.predict.names import MODEL_LIBRARIES, OPTIMIZER_NAMES, SHARDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,15 +112,15 @@ def _check_presets(text: str, option: str, example: str) -> None:
 
 def _near_policy(name: str, *, several: bool) -> str | None:
     """Return the policy that was probably meant, empty if there is none; None if the name is right and something else is wrong."""
-    from mezzo.policy import ALIASES, PRESETS, canonical
+    from mezzo.policy import POLICY_ALIASES, PRESETS, canonical
 
     preset, colon, fields = name.strip().partition(":")
-    if preset in PRESETS or preset in ALIASES or preset.endswith(".toml"):
+    if preset in PRESETS or preset in POLICY_ALIASES or preset.endswith(".toml"):
         return None  # a field or a file is wrong
     parts = re.split(r"[;/|&+=\s]+", name.strip())
     if len(parts) > 1 and all(canonical(part) in PRESETS for part in parts):
         return ",".join(parts) if several else parts[0]
-    near = get_close_matches(preset.lower(), [*PRESETS, *ALIASES], n=1)
+    near = get_close_matches(preset.lower(), [*PRESETS, *POLICY_ALIASES], n=1)
     return f"{near[0]}{colon}{fields}" if near else ""
 
 
@@ -148,19 +148,23 @@ def _check_plans(text: str, option: str, example: str) -> None:
 
 def _check_model(text: str, option: str, example: str) -> None:
     library, _, name = text.partition(":")
-    if library in LIBRARIES and name:
+    if library in MODEL_LIBRARIES and name:
         return
     if text.endswith(".py"):
         raise UsageError(
             f"{option} took {text!r} as its value; allowed: a script without {option}, or a model by name",
             hint=f"type: {without_option(option, text)}",
         )
-    name = name or (example.partition(":")[2] if library in LIBRARIES else library)
+    name = name or (example.partition(":")[2] if library in MODEL_LIBRARIES else library)
     where = (
-        library if library in LIBRARIES else LIBRARIES[2] if re.search(r"/|bert|gpt|llama|\bt5", name) else LIBRARIES[0]
+        library
+        if library in MODEL_LIBRARIES
+        else MODEL_LIBRARIES[2]
+        if re.search(r"/|bert|gpt|llama|\bt5", name)
+        else MODEL_LIBRARIES[0]
     )
     raise UsageError(
-        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in LIBRARIES)}",
+        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in MODEL_LIBRARIES)}",
         hint=f"type: {with_value(option, f'{where}:{name}')}",
     )
 
@@ -236,7 +240,7 @@ judged_policy = _while_read(_check_judged)
 policies = _while_read(_check_policies)
 plans = _while_read(_check_plans)
 model = _while_read(_check_model)
-optimizer, shard = _choice(OPTIMIZERS), _choice(SHARDS)
+optimizer, shard = _choice(OPTIMIZER_NAMES), _choice(SHARDS)
 presets = _while_read(_check_presets)
 gpu = _gpus_check(several=False)
 gpu_or_none = _gpus_check(NONE, several=False)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from mezzo.records import AS_IS, AuditRecord, CastTotal, RoundTrip, WideProduct
-from mezzo.records.run import WIDE
+from mezzo.records.run import WIDE_POLICIES
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
 from mezzo.report.charts import modules
 from mezzo.report.commands import ScriptCommands, after_failure, best_first, typed_policy, with_fp32
-from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
+from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.pages import finding_section, lines_of
 from mezzo.report.sections import (
     FEW_ROWS,
@@ -139,7 +139,7 @@ def _headline(record: AuditRecord, script: str) -> str:
 def _hardly_used(record: AuditRecord) -> str:
     """Return a sentence if the script's own mixed precision is off or affects next to nothing; empty otherwise."""
     total = sum(record.flops_by_format.values())
-    narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
+    narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE_POLICIES)
     is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
     if record.run.policy != AS_IS or not total or narrow >= _TINY * total:
         return ""
@@ -263,7 +263,7 @@ def _next(record: AuditRecord) -> Iterator[NextStep]:
     if len(record.steps) == 1 and not any(record.flops_by_format.values()) and commands.script:
         why = "that step had no matrix product; if optimizers take turns, audit a whole round"
         yield from commands.step(why, "audit", at=f"{record.steps[0]}-{record.steps[0] + 3}")
-    wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
+    wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE_POLICIES)
     if wide:
         yield from commands.step(
             "see whether 16 bits train as well, and what they save", "compare", policies="fp32,bf16,fp16"

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from mezzo.records.run import RunRecord
 from mezzo.records.values import Finding, Reason, Value, WholeRecord
 
-Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
+PassKind: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
 
 
@@ -17,7 +17,7 @@ class Operation(Value):
     op: str
     """Its name in torch's dispatcher."""
     module: str
-    phase: Phase
+    phase: PassKind
     inputs: list[str]
     """Formats of its operands, each listed once, in order; integers and booleans by torch's names."""
     outputs: list[str]
@@ -33,7 +33,7 @@ class CastTotal(Value):
     """All casts of one kind in one module and phase."""
 
     module: str
-    phase: Phase
+    phase: PassKind
     of: Literal["weight", "activation", "gradient"]
     source: str
     target: str
@@ -47,7 +47,7 @@ class RoundTrip(Value):
 
     module: str
     """Where the value is cast first."""
-    phase: Phase
+    phase: PassKind
     formats: str
     """For example ``fp16 > fp32 > fp16``."""
     needless: bool
@@ -76,7 +76,7 @@ class Product(Value):
 
     op: str
     module: str
-    phase: Phase
+    phase: PassKind
     format: str
     m: int
     n: int

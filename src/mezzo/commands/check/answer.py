@@ -24,9 +24,9 @@ from mezzo.commands.compare.pairing import grouped, listed
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
 from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Reason, Row, RunRecord
-from mezzo.records.run import WIDE
+from mezzo.records.run import WIDE_POLICIES
 
-Command = Callable[..., str]
+WriteCommand = Callable[..., str]
 """Returns the command line of a Mezzo command on the same script, from the command's name and its options."""
 
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
@@ -57,7 +57,7 @@ class Case:
     comparison: CompareRecord
     device: str
     """Name of the device of the runs."""
-    command: Command
+    command: WriteCommand
     gpu: Gpu | None = None
     """The GPU for which gains are predicted or bounded."""
     for_gpu: bool = False
@@ -120,7 +120,7 @@ def answered(case: Case) -> Answer:
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
     if 0 < first_steps < FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
-    if sum(share for name, share in case.own_formats.items() if name not in WIDE) >= _MOSTLY:
+    if sum(share for name, share in case.own_formats.items() if name not in WIDE_POLICIES) >= _MOSTLY:
         return _own_precision(case)
     alike = [row for row in case.rows if row.verdict == "equivalent" and not _is_void(case, row)]
     best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)

@@ -13,7 +13,7 @@ from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import Budget, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import write
@@ -26,10 +26,10 @@ from mezzo.errors import PolicyError, UsageError
 if TYPE_CHECKING:
     from mezzo.commands.check.plan import Offered
     from mezzo.commands.check.runs import Check, CheckSettings
-    from mezzo.launch.resuming import Finished
-    from mezzo.launch.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import CheckRecord
+    from mezzo.studies.finished import Finished
+    from mezzo.studies.side_by_side import Engine
 
 HELP = HelpPage(
     group="start",
@@ -46,7 +46,7 @@ _TAIL = 12
 
 def check(
     script: Script,
-    budget: options.Budget = "10m",
+    budget: options.BudgetOption = "10m",
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +71,7 @@ def check(
     write_patch: Annotated[
         bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
     ] = False,
-    metric: options.Metric = None,
+    metric: options.MetricOption = None,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -149,8 +149,8 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     budget.say(f"{Path(opts.script.target).name}: finding out what {name_of(engine)} can do")
     from mezzo.commands.check.runs import Check
     from mezzo.gpus import find_gpu
-    from mezzo.launch.resuming import Waves
     from mezzo.launch.runner import import_ahead
+    from mezzo.studies.loop import Study
 
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)
@@ -160,8 +160,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     _say_offers(budget, opts, machine, offers)
     settings = _settings(opts, offers, budget_s=time_for_runs_s(opts, machine))
     finished = _finished(opts, folder)
-    waves = Waves(engine, finished.identity)
-    checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
+    checking = Check(settings=settings, folder=folder, study=Study(engine, finished), say=budget.say, keep=write)
     checking.run()
     record = check_record(opts, checking, offers, machine, engine)
     finished.forget()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mezzo.commands.check.runs import Check
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
-    from mezzo.launch.side_by_side import Engine
     from mezzo.records import Answer, CheckRecord, Reason
+    from mezzo.studies.side_by_side import Engine
 
 
 _REFERENCE = "a100-80gb"

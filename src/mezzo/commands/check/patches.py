@@ -19,13 +19,13 @@ from mezzo.formats import BF16, FORMATS
 from mezzo.frameworks.keras import INITIAL_SCALE
 from mezzo.frameworks.paddle import NO_EFFECT
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import named_arguments
 from mezzo.launch.runner import run_child
 from mezzo.measure.state_trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Reason, RunRecord
-from mezzo.records.run import RUN_NAME, WIDE
+from mezzo.records.run import RUN_NAME, WIDE_POLICIES
+from mezzo.studies.finished import named_arguments
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
@@ -400,7 +400,7 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
             why = f"{expected} under the policy, {found} with the patch"
             faults.append(Reason(what=what, value="different", reason=why))
     flops_found, flops_expected = patched.effective.flops_by_format, reference.effective.flops_by_format
-    if any(flops_found.get(name, 0) < flops for name, flops in flops_expected.items() if name not in WIDE):
+    if any(flops_found.get(name, 0) < flops for name, flops in flops_expected.items() if name not in WIDE_POLICIES):
         why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
         faults.append(Reason(what="FLOPs by format", value="different", reason=why))
     return faults

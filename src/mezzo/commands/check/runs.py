@@ -1,7 +1,7 @@
 """Run a script as often as needed to find out which precision it should train in. Imports no torch.
 
-What to do next follows from what is known (``plan``). Each finished part is listed on disk (``resuming``), so that an interrupted
-check continues where it stopped. If the whole script takes too long for the budget, every run is stopped after the same step.
+What to do next follows from what is known (``plan``). If the whole script takes too long for the budget, every run is stopped after the
+same step.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mezzo.children.signals import Stop, stoppable
+from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_stage
 from mezzo.commands.diagnose.passes import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments, run_name
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import (
@@ -32,9 +31,11 @@ from mezzo.records import (
     inspecting,
     write_record,
 )
+from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments, run_name
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
 
 _GRACE = 0.1
-"""Share of the budget that the last run may take beyond it, up to ``GRACE_S``."""
+"""Share of the budget that the last run may take beyond it, up to ``BUDGET_GRACE_S``."""
 _FOR_FIRST = 0.5
 """Share of the budget after which a first run without a step is killed: there would be no time for the others."""
 _RANGES_STEPS, _DIAGNOSED_STEPS = 20, 200
@@ -63,8 +64,7 @@ class Check:
 
     settings: CheckSettings
     folder: Path
-    finished: Finished
-    waves: Waves
+    study: Study
     """Executes the runs."""
     say: Callable[[str], None]
     """Prints which stage begins, and why."""
@@ -81,57 +81,62 @@ class Check:
         self._metric = settings.metric
         self._said: set[str] = set()  # each reason is printed once
         self._refused = ""
-        at_once = self.waves.at_once
+        at_once = self.study.at_once
         self.known = CheckState(
             policies=settings.policies, seeds=settings.seeds, left_s=settings.budget_s, at_once=at_once
         )
 
     def run(self) -> CheckState:
-        """Run stage after stage of the plan until the answer is known or the time is over.
+        """Do what the plan wants next until the answer is known or the time is over.
 
         Raises:
             Stopped: a signal has stopped the command.
         """
-        with stoppable() as stop:
-            while (stage := next_stage(self.known)) is not None:
-                self._do(stage, stop)
-                self.known = replace(self.known, left_s=self._end_s - time.monotonic())
+        carry_out(self._next, study=self.study, say=self.say)
         return self.known
 
-    def _do(self, stage: NextStage, stop: Stop) -> None:
-        name, began = _name(stage), time.monotonic()
-        folder = self.folder / name
-        record = self.finished.record(name)
-        resumed = record is not None
-        if record is None:
+    def _next(self) -> Wanted | None:
+        if self.stages:
+            self.known = replace(self.known, left_s=self._end_s - time.monotonic())
+        stage = next_stage(self.known)
+        if stage is None:
+            return None
+        why, name = "" if stage.why in self._said else f": {stage.why}", _name(stage)
+        return Wanted(
+            name=name,
+            title=_title(stage),
+            says=_title(stage) + why,
+            do=lambda: self._do(stage, self.folder / name),
+            learn=lambda done: self._done(stage, self.folder / name, done),
+        )
+
+    def _do(self, stage: NextStage, folder: Path) -> AnyRecord | None:
+        self._said.add(stage.why)
+        record = _ACTIONS[stage.kind](self, stage, folder)
+        with stoppable() as stop:
             stop.check()
-            self.say(_title(stage) + ("" if stage.why in self._said else f": {stage.why}"))
-            self._said.add(stage.why)
-            record = _ACTIONS[stage.kind](self, stage, folder)
-            stop.check()
-            # If several run at once, this one ran next to others, or before the plan asked for it.
-            if stage.kind == "run" and self.known.at_once == 1:
-                took = {(stage.policy, stage.seed): time.monotonic() - began}
-                self.known = replace(self.known, took_s={**self.known.took_s, **took})
-        outcome = self._learn(stage, record)
-        if record is not None and not resumed:
-            if stage.kind != "run":
-                self.keep(record, folder)
-            if (stage.policy, stage.seed) not in self.known.lost:
-                self.finished.add(name, folder / "record.json")
-        resumed = resumed or name in self.waves.reused
-        self.say(f"{_title(stage)}: {outcome}" + (" (from the interrupted check)" if resumed else ""))
+        if stage.kind != "run" and record is not None:
+            self.keep(record, folder)
+        return record
+
+    def _done(self, stage: NextStage, folder: Path, done: Done) -> str:
+        # If several run at once, this one ran next to others, or before the plan wanted it.
+        if stage.kind == "run" and self.known.at_once == 1 and not done.resumed:
+            took = {(stage.policy, stage.seed): done.took_s}
+            self.known = replace(self.known, took_s={**self.known.took_s, **took})
+        outcome = self._learn(stage, done.record)
         self.stages.append(
             CheckStage(
                 name=stage.kind,
                 what=_title(stage),
                 why=stage.why,
                 outcome=outcome,
-                folder=str(folder) if record is not None else "",
-                duration_s=time.monotonic() - began,
-                resumed=resumed,
+                folder="" if done.record is None and stage.kind != "run" else str(folder),
+                duration_s=done.took_s,
+                resumed=done.resumed,
             )
         )
+        return outcome
 
     # --- what each stage runs --------------------------------------------------------------------------------------------------
 
@@ -140,15 +145,15 @@ class Check:
         return self.settings.make_request(policy, folder=folder, arguments=arguments, seed=seed, **fields)
 
     def _left_s(self) -> float:
-        return max(self._end_s - time.monotonic(), 0.0) + min(GRACE_S, _GRACE * self.settings.budget_s)
+        return max(self._end_s - time.monotonic(), 0.0) + min(BUDGET_GRACE_S, _GRACE * self.settings.budget_s)
 
-    def run_script(self, stage: NextStage, folder: Path) -> RunRecord:
-        """Run the script under one policy with one seed; the first run may be limited to some of its steps."""
+    def run_script(self, stage: NextStage, folder: Path) -> RunRecord | None:
+        """Run the script under one policy with one seed; None if the budget ended the run. The first may be limited to some steps."""
         first = not self.known.runs
         limit_s = _FOR_FIRST * self.settings.budget_s if first else self._left_s()
-        run = self.waves.record(
+        run = self.study.record(
             self._training(stage),
-            limit_s=limit_s,
+            limit_s=lambda: limit_s,
             ahead=lambda: map(self._training, expected_runs(self.known)),
             reuse=finished_run,
         )
@@ -157,7 +162,8 @@ class Check:
             self.too_slow = True
             error = f"it did not end, and made no training step, within {limit_s:.0f} s"
             return run.model_copy(update={"error": error})
-        return run
+        late = run.error is not None and not first and time.monotonic() > self._end_s
+        return None if late else run
 
     def _training(self, stage: NextStage) -> Request:
         """Return the request to train under one policy with one seed."""
@@ -172,7 +178,7 @@ class Check:
             seed=stage.seed,
             policy=_policy(stage.policy),
             metric=self._metric,
-            compared_since_s=self.finished.since_s,
+            compared_since_s=self.study.finished.since_s,
             **limits,
         )
 
@@ -185,7 +191,7 @@ class Check:
 
     def _run_pass(self, request: Request, *, output: Path | None) -> RunRecord:
         """Run one pass of a diagnosis."""
-        run = self.waves.record(request, limit_s=self._left_s())
+        run = self.study.record(request, limit_s=self._left_s)
         assert isinstance(run, RunRecord)
         return run
 
@@ -193,13 +199,13 @@ class Check:
         """Count the values of a run in FP32 by exponent, to judge a policy's format."""
         settings = RangesSettings(steps=tuple(range(1, _RANGES_STEPS + 1)), policy=Policy.parse(stage.policy))
         request = self._request(folder, seed=0, policy=Policy.parse(self.known.baseline), observe=settings)
-        return self.waves.record(request, limit_s=self._left_s())
+        return self.study.record(request, limit_s=self._left_s)
 
     def fallback(self, stage: NextStage, folder: Path) -> FallbackRecord | None:
         """Search for modules to keep in FP32; None if the search is refused."""
         request = self._request(folder, seed=0, policy=Policy.parse(stage.policy))
         try:
-            return fallback_of_script(request, folder=folder, waves=self.waves)
+            return fallback_of_script(request, folder=folder, study=self.study)
         except MezzoError as error:
             self._refused = error.message
             return None
@@ -209,7 +215,7 @@ class Check:
     def _learn(self, stage: NextStage, record: AnyRecord | None) -> str:
         """Add a record to what is known; return the stage's outcome in a few words."""
         known, policy = self.known, stage.policy
-        if stage.kind == "run" and isinstance(record, RunRecord):
+        if stage.kind == "run":
             return self._learn_run(stage, record)
         if stage.kind == "diagnose":
             diagnosis = record if isinstance(record, DiagnoseRecord) else None
@@ -226,8 +232,8 @@ class Check:
         self.known = replace(known, searched={**known.searched, policy: search})
         return f"no result: {self._refused}" if search is None else f"{search.verdict}: {search.reason}"
 
-    def _learn_run(self, stage: NextStage, run: RunRecord) -> str:
-        if run.error is not None and self.known.runs and time.monotonic() > self._end_s:
+    def _learn_run(self, stage: NextStage, run: AnyRecord | None) -> str:
+        if not isinstance(run, RunRecord):
             self.known = replace(self.known, lost=self.known.lost | {(stage.policy, stage.seed)})
             return "stopped, because the budget is used up; it does not count"
         if not self.known.runs:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mezzo.commands.compare.costs import skipped_at_the_end
-from mezzo.commands.compare.pairing import Group, Key, last_metric, losses_of, names_of, title_of
+from mezzo.commands.compare.pairing import Group, RunKey, last_metric, losses_of, names_of, title_of
 from mezzo.commands.compare.trends import Fault, Learning, LossTrend, MetricKind, fault_of, not_finite
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead, RunRecord, SharedFile
 
@@ -24,9 +24,9 @@ class Baseline:
     metric: MetricKind | None
     learning: dict[str, Learning]
     """How far the baseline's runs lowered each loss."""
-    faults: dict[Key, Fault]
+    faults: dict[RunKey, Fault]
     """How runs of the baseline itself went wrong."""
-    sound: dict[Key, RunRecord]
+    sound: dict[RunKey, RunRecord]
     """The runs that trained well."""
     dependences: list[Dependence]
     """Dependences of any run on another."""
@@ -54,7 +54,7 @@ class Baseline:
             dependences=dependences(runs),
         )
 
-    def faults_of(self, group: Group) -> dict[Key, Fault]:
+    def faults_of(self, group: Group) -> dict[RunKey, Fault]:
         """Return how the runs of another policy went wrong."""
         return {
             key: fault

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -12,9 +14,9 @@ import typer
 
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
-from mezzo.cli.options import completion, values
+from mezzo.cli.options import shared, values
 from mezzo.cli.options import shared as options
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, changes_of, finished_before
@@ -26,10 +28,10 @@ from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
-    from mezzo.launch.resuming import Finished
-    from mezzo.launch.side_by_side import Engine
     from mezzo.policy import Policy
     from mezzo.records import Row, RunRecord
+    from mezzo.studies.finished import Finished
+    from mezzo.studies.loop import Study
 
 HELP = HelpPage(
     group="measure",
@@ -50,7 +52,7 @@ def compare(
         typer.Option(
             metavar="POLICIES",
             callback=values.policies,
-            autocompletion=completion.policies,
+            autocompletion=shared.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
         ),
@@ -77,7 +79,7 @@ def compare(
         str,
         typer.Option(
             metavar="VERDICTS",
-            autocompletion=completion.verdicts,
+            autocompletion=shared.verdicts,
             help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
             "not_equivalent stands for all five; none for none.",
         ),
@@ -92,7 +94,7 @@ def compare(
         ),
     ] = None,
     checkpoint: options.Checkpoint = None,
-    metric: options.Metric = None,
+    metric: options.MetricOption = None,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -117,8 +119,9 @@ def compare(
     script.check(*(entry.policy for entry in compared.values()))
 
     from mezzo.commands.compare.judge import compare as judge
-    from mezzo.launch.resuming import with_digest  # scipy and more: only once the command line is right
-    from mezzo.launch.side_by_side import one_after_another
+    from mezzo.studies.finished import with_digest  # scipy and more: only once the command line is right
+    from mezzo.studies.loop import Study
+    from mezzo.studies.side_by_side import one_after_another
 
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
@@ -129,7 +132,7 @@ def compare(
         before, left = left_to_run(requests)
         alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
         with nullcontext() if alone else engine.opened(folder):
-            runs = run_all(left, timeout_s=timeout_s, engine=engine, before=before)
+            runs = run_all(left, timeout_s=timeout_s, study=Study(engine, finished), before=before)
         runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
@@ -213,7 +216,7 @@ def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | N
 
 def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
     """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
-    from mezzo.launch.resuming import folder_name
+    from mezzo.studies.finished import folder_name
 
     folders: dict[str, str] = {}
     for text, entry in compared.items():
@@ -233,7 +236,7 @@ def _requests(
     since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    from mezzo.launch.resuming import named_arguments
+    from mezzo.studies.finished import named_arguments
 
     texts, folders = [*compared], _folders(compared)
     requests = []
@@ -288,7 +291,7 @@ def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **set
 
 def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Request]]:
     """Return the records of runs that are finished, and the requests of those that are not."""
-    from mezzo.launch.resuming import finished_run
+    from mezzo.studies.finished import finished_run
 
     pairs = [(request, finished_run(request)) for request in requests]
     runs = [record for _, record in pairs if record is not None]
@@ -306,15 +309,25 @@ def limit_s(runs: Sequence[RunRecord]) -> float | None:
 
 
 def run_all(
-    requests: Sequence[Request], *, timeout_s: float | None, engine: Engine, before: Sequence[RunRecord] = ()
+    requests: Sequence[Request], *, timeout_s: float | None, study: Study, before: Sequence[RunRecord] = ()
 ) -> list[RunRecord]:
     """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal arrives."""
-    from mezzo.records import RunRecord
+    from mezzo.records import AnyRecord, RunRecord
+    from mezzo.studies.loop import Wanted, carry_out
 
-    runs = list(before)
+    runs, left = list(before), deque(requests)
+
+    def ended(request: Request, record: AnyRecord) -> None:
+        assert isinstance(record, RunRecord)
+        runs.append(record)
+        progress.say_ended(request, record)
+
+    def next_run() -> Wanted | None:
+        if not left:
+            return None
+        run = partial(study.record, left.popleft(), together=left, ended=ended)
+        return Wanted(do=lambda: run(limit_s=lambda: timeout_s or limit_s(runs)))
+
     with stoppable(), suppress(Stopped), shown(requests) as progress:
-        for request, record in engine(requests, lambda: timeout_s or limit_s(runs)):
-            assert isinstance(record, RunRecord)
-            runs.append(record)
-            progress.say_ended(request, record)
+        carry_out(next_run)
     return runs

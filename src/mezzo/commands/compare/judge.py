@@ -35,8 +35,8 @@ from mezzo.commands.compare.costs import cost_notes, memory_ratio, skip_note, ti
 from mezzo.commands.compare.pairing import (
     LOSS,
     Group,
-    Key,
     Pair,
+    RunKey,
     grouped,
     last_metric,
     listed,
@@ -262,7 +262,7 @@ def _equivalent_or_not(
 
 
 def _objections(
-    group: Group, pairs: Sequence[Pair], faults: Mapping[Key, Fault], *, base: Baseline
+    group: Group, pairs: Sequence[Pair], faults: Mapping[RunKey, Fault], *, base: Baseline
 ) -> list[tuple[str, Verdict]]:
     """Return the reasons why a policy cannot be called equivalent, each with the verdict that applies instead."""
     objections: list[tuple[str, Verdict]] = [(text, "undecided") for text in _describe_faults(faults, group, base=base)]
@@ -314,7 +314,7 @@ def _is_identical(pair: Pair) -> bool:
     return same_losses and last_metric(pair.run) == last_metric(pair.baseline)
 
 
-def _describe_faults(faults: Mapping[Key, Fault], group: Group, *, base: Baseline | None = None) -> list[str]:
+def _describe_faults(faults: Mapping[RunKey, Fault], group: Group, *, base: Baseline | None = None) -> list[str]:
     sentences = []
     for verdict, verb in _WENT_WRONG.items():
         found = [(key, fault) for key, fault in faults.items() if fault.verdict == verdict]
@@ -326,7 +326,7 @@ def _describe_faults(faults: Mapping[Key, Fault], group: Group, *, base: Baselin
     return sentences
 
 
-def _describe_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
+def _describe_failures(group: Group, keys: Sequence[RunKey], *, where: str = "") -> list[str]:
     if not keys:
         return []
     return [f"{_share(len(keys), group)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]

@@ -26,8 +26,8 @@ from mezzo.report.commands import (
     skips_many,
     typed_policy,
 )
-from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, machine, stem
+from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.pages import difference_facts
 from mezzo.report.sections import (
     Block,

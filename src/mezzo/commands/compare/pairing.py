@@ -16,7 +16,7 @@ from mezzo.commands.compare.quantities import BEYOND_ERROR, INSIDE_ERROR, Propor
 from mezzo.records import RunRecord, varied
 
 
-class Key(NamedTuple):
+class RunKey(NamedTuple):
     """The key of a run within a policy: its seed, and the number of earlier runs with the same seed (or with none)."""
 
     seed: int | None
@@ -30,7 +30,7 @@ class Key(NamedTuple):
 class Pair:
     """A run of a policy and the baseline's run with the same seed."""
 
-    key: Key
+    key: RunKey
     run: RunRecord
     baseline: RunRecord
 
@@ -46,8 +46,8 @@ class Group:
     """The policy as typed, if that was another name for it."""
     checkpoint: str = ""
     """The plan of activation checkpointing, or its budget; empty without one."""
-    trained: dict[Key, RunRecord] = field(default_factory=dict)
-    failed: dict[Key, str] = field(default_factory=dict)
+    trained: dict[RunKey, RunRecord] = field(default_factory=dict)
+    failed: dict[RunKey, str] = field(default_factory=dict)
 
     @property
     def compared_as(self) -> str:
@@ -62,13 +62,13 @@ class Group:
     def add(self, run: RunRecord) -> None:
         """Add a run under the next key of its seed."""
         number = sum(key.seed == run.seed for key in (*self.trained, *self.failed))
-        key = Key(run.seed, number)
+        key = RunKey(run.seed, number)
         if run.error is None and len(run.steps) > 0:
             self.trained[key] = run
         else:
             self.failed[key] = run.error or "the run ended without a training step"
 
-    def pairs(self, others: dict[Key, RunRecord]) -> list[Pair]:
+    def pairs(self, others: dict[RunKey, RunRecord]) -> list[Pair]:
         """Return the runs that trained and have a run in ``others`` under the same key, each with that run."""
         return [Pair(key=k, run=run, baseline=others[k]) for k, run in self.trained.items() if k in others]
 

@@ -36,7 +36,7 @@ from scipy import special
 
 from mezzo.records import Difference, Metric, ScaleName
 
-Flags = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 
 CONFIDENCE = 0.95
 INSIDE_ERROR = 0.04
@@ -51,7 +51,7 @@ class Quantity:
 
     name: str
     pairs: tuple[tuple[float, float], ...]
-    scale: Scale
+    scale: DifferenceScale
     margin: Margin
     grid: MetricGrid | None = None
     is_metric: bool = False
@@ -111,17 +111,17 @@ class Quantity:
         """Return whether the difference is shown to lie beyond the margin on one side."""
         return bool(self.beyond(self.seen, len(self), num_quantities=num_quantities))
 
-    def inside(self, seen: PairStatistics, num_pairs: int) -> Flags:
+    def inside(self, seen: PairStatistics, num_pairs: int) -> BoolArray:
         """Return ``is_inside`` for other samples of ``num_pairs`` pairs."""
         margin = self.margin.lower_bound(num_pairs, seen.spread)
-        shown: Flags = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
+        shown: BoolArray = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
         return shown
 
-    def beyond(self, seen: PairStatistics, num_pairs: int, *, num_quantities: int) -> Flags:
+    def beyond(self, seen: PairStatistics, num_pairs: int, *, num_quantities: int) -> BoolArray:
         """Return ``is_beyond`` for other samples of ``num_pairs`` pairs."""
         error = BEYOND_ERROR / num_quantities
         margin = self.margin.upper_bound(num_pairs, seen.spread, error=error)
-        shown: Flags = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
+        shown: BoolArray = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
         return shown
 
     def _half(self, seen: PairStatistics, num_pairs: int, *, error: float) -> Array:
@@ -287,11 +287,11 @@ _FLOAT32 = 2e-7
 """Relative error of a share computed in FP32."""
 
 
-def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
+def scale_of_metric(metric: Metric, values: Sequence[float]) -> DifferenceScale:
     """Return the scale of a metric from its words and from ``values``, all finite values that any run printed."""
     words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", metric.name).lower()))
     positive = all(value > 0 for value in values)
-    otherwise: Scale = Ratio() if positive and not words & _REWARDS else Absolute()
+    otherwise: DifferenceScale = Ratio() if positive and not words & _REWARDS else Absolute()
     if not values or words & _LOSSES:
         return otherwise
     in_one, in_hundred = (all(0 <= value <= top for value in values) for top in (1, 100))
@@ -315,13 +315,13 @@ class MetricGrid:
     num_examples: int | None = None
     """Number of examples counted; None if the step is that of the printed digits."""
 
-    def step_on(self, scale: Scale, values: Sequence[float]) -> float:
+    def step_on(self, scale: DifferenceScale, values: Sequence[float]) -> float:
         """Return the step on ``scale``, the mean over ``values``."""
         centres, above, below = (scale.to_scale([v + d for v in values]) for d in (0.0, self.step, -self.step))
         return float(np.mean(np.maximum(np.abs(above - centres), np.abs(centres - below))))
 
 
-def grid_of(values: Sequence[float], scale: Scale) -> MetricGrid:
+def grid_of(values: Sequence[float], scale: DifferenceScale) -> MetricGrid:
     """Return the step of ``values``, all finite values that any run printed."""
     digits = 10.0 ** min((_exponent(value) for value in values), default=0)
     if isinstance(scale, Proportion):
@@ -364,7 +364,7 @@ def _num_counted(values: Sequence[float], *, whole: float, digits: float) -> int
 Array = NDArray[np.float64]
 
 
-class Scale(Protocol):
+class DifferenceScale(Protocol):
     """A scale on which the differences of values are compared."""
 
     @property

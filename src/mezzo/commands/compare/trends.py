@@ -31,10 +31,10 @@ from scipy import special
 from mezzo.commands.compare.pairing import Pair, final, last_metric, losses_of, mean, num_in_tenth, short
 from mezzo.commands.compare.quantities import (
     Absolute,
+    DifferenceScale,
     Margin,
     Quantity,
     Ratio,
-    Scale,
     grid_of,
     scale_of_metric,
     spread_of,
@@ -52,7 +52,7 @@ _LEAST_FALL = 1e-4
 """As a share of the loss: a smaller fall can be rounding."""
 _BLOCKS = 10
 
-Window = Literal["whole", "second half"]
+TrendPart = Literal["whole", "second half"]
 FaultKind = Literal["diverged", "stopped_learning"]
 
 
@@ -79,7 +79,7 @@ class LossTrend:
         self.late = [level for a in starts if math.isfinite(level := mean(losses[a : a + num]))]
         """The levels of the second half."""
 
-    def fall(self, window: Window = "whole") -> float:
+    def fall(self, window: TrendPart = "whole") -> float:
         """Return the fall of the loss."""
         return (self.start if window == "whole" else self.middle) - self.end
 
@@ -94,7 +94,7 @@ class Learning:
 
     def __init__(self, trends: Sequence[LossTrend]) -> None:
         self.trends = [trend for trend in trends if math.isfinite(trend.fall())]
-        windows: tuple[Window, ...] = ("whole", "second half")
+        windows: tuple[TrendPart, ...] = ("whole", "second half")
         self._falls = {window: self._fall(window) for window in windows}
 
     @property
@@ -102,7 +102,7 @@ class Learning:
         """The run whose fall is the median."""
         return sorted(self.trends, key=LossTrend.fall)[len(self.trends) // 2]
 
-    def fall(self, window: Window = "whole") -> float | None:
+    def fall(self, window: TrendPart = "whole") -> float | None:
         """Return the mean fall of the loss; None if it is not beyond doubt."""
         return self._falls[window]
 
@@ -114,7 +114,7 @@ class Learning:
         error = statistics.stdev(falls) / math.sqrt(len(falls))
         return max(fall - float(special.stdtrit(len(falls) - 1, 0.95)) * error, 0.0)
 
-    def _fall(self, window: Window) -> float | None:
+    def _fall(self, window: TrendPart) -> float | None:
         falls = [fall for trend in self.trends if math.isfinite(fall := trend.fall(window))]
         if not falls:
             return None
@@ -224,7 +224,7 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
     known = _finite([(final(ours), final(theirs)) for ours, theirs in values])
     if not known:
         return None
-    scale: Scale = Ratio() if all(value > 0 for pair in known for value in pair) else Absolute()
+    scale: DifferenceScale = Ratio() if all(value > 0 for pair in known for value in pair) else Absolute()
     baselines = scale.to_scale([theirs for _, theirs in known])
     share, why = _share_of_loss(scale, float(np.mean(baselines)), learning=learning, margin=margin)
     return Quantity(
@@ -232,7 +232,7 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
     )
 
 
-def _share_of_loss(scale: Scale, position: float, *, learning: Learning, margin: float) -> tuple[float, str]:
+def _share_of_loss(scale: DifferenceScale, position: float, *, learning: Learning, margin: float) -> tuple[float, str]:
     """Return the margin as a share of the final loss, or of the fall in training if that is less, and why."""
     share, fall, value = scale.margin_for(margin, at=position), learning.lower_bound(), abs(scale.from_scale(position))
     if isinstance(scale, Absolute) and learning.trends:
@@ -253,7 +253,7 @@ class MetricKind:
     """The kind of a comparison's metric, from everything that its runs printed."""
 
     name: str
-    scale: Scale
+    scale: DifferenceScale
     values: list[float]
 
     @classmethod

@@ -17,7 +17,7 @@ from mezzo.commands.diagnose.words import TrainingStyle, applies, written
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.module_names import outermost
-from mezzo.observe.settings import HEADROOM, NARROW, TrialChanges
+from mezzo.observe.settings import FORMATS_OF_16_BITS, SCALE_HEADROOM, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
@@ -90,7 +90,7 @@ def _policy(record: DiagnoseRecord) -> Policy | None:
 
 def _offers(record: DiagnoseRecord) -> list[Offer]:
     if record.origin == "raised":
-        narrow = any(o.format in NARROW for o in record.operands)
+        narrow = any(o.format in FORMATS_OF_16_BITS for o in record.operands)
         module = [_wider(record, (record.pattern,))] if record.pattern else []
         return [*_line(record), *module] if narrow else []
     if not record.located:
@@ -275,7 +275,7 @@ def _for_scale(record: DiagnoseRecord) -> list[Offer]:
         return bf16
     room = FORMATS[record.format].max / max(at_one, 1e-30)
     reached = min((scale for scale in record.run.steps.loss_scale or [] if scale > 0), default=_DEFAULT_SCALE)
-    exponent = min(math.floor(math.log2(room)) - HEADROOM, math.floor(math.log2(reached)), 16)
+    exponent = min(math.floor(math.log2(room)) - SCALE_HEADROOM, math.floor(math.log2(reached)), 16)
     if exponent < 0:
         return bf16
     scale = 2.0**exponent

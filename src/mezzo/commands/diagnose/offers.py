@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from mezzo.formats import FP16
 from mezzo.frameworks import framework_called
-from mezzo.observe.settings import NARROW, TrialChanges
+from mezzo.observe.settings import FORMATS_OF_16_BITS, TrialChanges
 from mezzo.policy import Policy
 
 LinePlace = Literal["line", "scaler", "forward", "autocast", "step", "batch"]
@@ -108,7 +108,7 @@ class Domain(NamedTuple):
     def line(self, formats: Collection[str]) -> ScriptLine:
         """Return the line that works on operands of ``formats``."""
         end = self.end_in_fp16 if self.end_in_fp16 and FP16.name in formats else self.end
-        wide = self.in_fp32 and not set(formats).isdisjoint(NARROW)
+        wide = self.in_fp32 and not set(formats).isdisjoint(FORMATS_OF_16_BITS)
         return ScriptLine(self.name, self.torch, end=end, in_fp32=wide)
 
 

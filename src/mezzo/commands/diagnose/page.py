@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, Pass, TrendStep
-from mezzo.records.run import WIDE
+from mezzo.records.run import WIDE_POLICIES
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
 from mezzo.report.charts import steps
@@ -32,7 +32,7 @@ from mezzo.report.sections import (
     facts_section,
 )
 
-TITLES = {
+VERDICT_TITLES = {
     "healthy": "healthy",
     "scale_overflow": "scale overflow",
     "range_overflow": "range overflow",
@@ -66,7 +66,7 @@ def page(record: DiagnoseRecord) -> Page:
         Paragraph(text=_NORMAL if record.num_skipped else "", faint=True),
     ]
     return Page(
-        title=f"{script}: {TITLES[record.verdict]}",
+        title=f"{script}: {VERDICT_TITLES[record.verdict]}",
         script=fmt.clean(record.run.script),
         answer=_answer(record, script),
         sections=[
@@ -97,7 +97,7 @@ def _answer(record: DiagnoseRecord, script: str) -> Headline:
     nothing_tried = record.verdict == "healthy" and record.run.changed_nothing
     return Headline(
         tone="open" if nothing_tried else _TONES.get(record.verdict, "bad"),
-        word=TITLES[record.verdict],
+        word=VERDICT_TITLES[record.verdict],
         sentence=_headline(record, script),
         detail=_meaning(record),
         detail_follows_word=True,
@@ -170,7 +170,7 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     where = f"step {record.step}"
     if record.located:
         where += f", {record.during} of {fmt.clean(record.module)}"
-    return f"{script} under {policy}: {TITLES[record.verdict]} in {where}"
+    return f"{script} under {policy}: {VERDICT_TITLES[record.verdict]} in {where}"
 
 
 def _place(record: DiagnoseRecord, *, in_short: bool = False) -> list[Fact]:
@@ -261,7 +261,7 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
         if record.run.findings:
             yield from commands.again(f"after fixing {record.run.findings[0].code}, see whether anything is left")
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
-        if record.run.policy != AS_IS and commands.script and preset_of(record.run.policy) not in WIDE:
+        if record.run.policy != AS_IS and commands.script and preset_of(record.run.policy) not in WIDE_POLICIES:
             why = "if it does not, find the modules or operations that lose digits"
             yield from commands.step(why, "fallback", policy=policy)
         if record.run.policy != AS_IS and commands.script:
@@ -272,7 +272,7 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
         why = f"see where the loss scale settles, in a training of {steps} steps or more"
         yield from commands.step(why, "diagnose", policy=policy, steps=steps)
     elif record.verdict == "undecided" and not record.fix_tried and commands.script:
-        if preset_of(record.run.policy) not in WIDE:
+        if preset_of(record.run.policy) not in WIDE_POLICIES:
             yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")
         yield from commands.again("if the script draws from generators of its own, after setting their seeds")
     elif record.fix_policy and (record.fix_tried or record.located):

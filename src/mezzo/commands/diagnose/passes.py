@@ -28,16 +28,17 @@ from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known,
 from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import named_arguments
 from mezzo.launch.runner import run_child
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
-from mezzo.observe.settings import NARROW, DiagnoseSettings, TrialChanges
+from mezzo.observe.settings import FORMATS_OF_16_BITS, DiagnoseSettings, TrialChanges
 from mezzo.patching import frameworks, torch_amp
 from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.text import Text, Unclear
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
+from mezzo.studies.finished import named_arguments
+from mezzo.studies.loop import Wanted, carry_out
 
 _MAX_SUSPECTS = 3
 _MOST_TO_LOCATE = 2
@@ -62,28 +63,35 @@ def diagnose_script(
         note: called with the reason when the script runs again.
     """
     request = request.model_copy(update={"seed": request.seed or 0})
-    planned: ScriptRun | None = ScriptRun(
-        role="first",
-        reason="to find the first step that is not finite",
-        policy=request.policy,
-        settings=DiagnoseSettings(steps=inspected(steps)),
-    )
-    untried = ""
     runs: list[ScriptRun] = []
+    untried = ""
+
+    def next_part() -> Wanted | None:
+        planned = _from_start(next_run(runs), runs[0]) if runs else _first_run(request, steps)
+        if planned is None:
+            return None
+        return Wanted(
+            says=f"the script runs again, {planned.reason}" if runs else "",
+            do=lambda: runs.append(_run(planned, request, len(runs) + 1, child, stop)),
+        )
+
     with stoppable() as stop:
-        while planned is not None:
-            if runs and stop.stopped:
-                untried = "the search was interrupted"
-                break
-            if runs:
-                note(f"the script runs again, {planned.reason}")
-            runs.append(_run(planned, request, len(runs) + 1, child, stop))
-            planned = _from_start(next_run(runs), runs[0])
+        try:
+            carry_out(next_part, say=note)
+        except Stopped:
+            if not runs:
+                raise
+            untried = "the search was interrupted"
     first = runs[0]
     if first.evidence is None:
         assert first.run is not None
         return first.run
     return diagnosis(runs, untried=untried, caller=caller_of(request.target, kind=request.kind))
+
+
+def _first_run(request: Request, steps: int) -> ScriptRun:
+    settings, reason = DiagnoseSettings(steps=inspected(steps)), "to find the first step that is not finite"
+    return ScriptRun(role="first", reason=reason, policy=request.policy, settings=settings)
 
 
 def inspected(last: int) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return _at_scale_of_1(diagnosis, runs[0])
     if needs_fp32(diagnosis, runs):
         # The script's own 16-bit weights stay so under fp32: an update of them is decided by the wide run alone.
-        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in NARROW
+        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in FORMATS_OF_16_BITS
         return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32" or own_weights)
     return _with_fix(diagnosis, runs)
 

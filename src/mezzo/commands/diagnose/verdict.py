@@ -29,7 +29,7 @@ from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.error_texts import refuses_format
 from mezzo.formats import FP16
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
-from mezzo.observe.settings import NARROW, STEPS_THAT_SETTLE, DiagnoseSettings
+from mezzo.observe.settings import FORMATS_OF_16_BITS, STEPS_THAT_SETTLE, DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
 
@@ -301,7 +301,7 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
     if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
         return judged(runs[0])
     own = FP16.name if runs[0].policy is None else runs[0].policy.compute
-    narrow = next((o.format for o in record.operands if o.format in NARROW), own)
+    narrow = next((o.format for o in record.operands if o.format in FORMATS_OF_16_BITS), own)
     changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
     failed_before = any(other.role == "fp32" and other is not ran for other in runs)
     if failed_before and record.zero_eps is None:

@@ -16,7 +16,7 @@ from mezzo.records import Diagnosed, DiagnoseRecord, Operand, Reason, RunRecord
 
 DIED = "the process died"
 NOT_REACHED = "the step was not reached"
-INTERRUPTED = (129, 130, 143)
+ENDED_BY_SIGNAL = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
 HIDDEN_BY_SKIP = (
     "The loss scaler skipped that update, so the training continued; without a scaler, as in FP32 and BF16, the weights "
@@ -202,8 +202,8 @@ def unfinished(run: RunRecord) -> str:
     """Return how a run ended that permits no verdict."""
     count = len(run.steps)
     when = "before its first training step" if not count else f"after {count} training step{'s' if count > 1 else ''}"
-    how = "was interrupted" if run.exit_code in INTERRUPTED else "ended"
-    cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code not in INTERRUPTED else ""
+    how = "was interrupted" if run.exit_code in ENDED_BY_SIGNAL else "ended"
+    cause = f": {run.error.splitlines()[0]}" if run.error and run.exit_code not in ENDED_BY_SIGNAL else ""
     nothing = ". No fault was found up to then" if count else ""
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 

@@ -9,7 +9,7 @@ import typer
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
@@ -55,8 +55,8 @@ def fallback(
     continues a search that was stopped.
     """
     from mezzo.commands.fallback.runs import fallback_of_script
-    from mezzo.launch.resuming import Waves
     from mezzo.policy import Policy
+    from mezzo.studies.loop import Study
 
     judged = Policy.of(policy)
     script.check(judged)
@@ -64,7 +64,7 @@ def fallback(
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
     finished = finished_before(script, folder, "search", say=results.note)
     finished.begin({}, restart=script.resume is None)
-    request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
+    request, study = script.request(judged, folder=folder), Study(engine, finished)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
         try:
@@ -72,7 +72,7 @@ def fallback(
                 record = fallback_of_script(
                     request,
                     folder=folder,
-                    waves=waves,
+                    study=study,
                     resume=script.resume is not None,
                     tolerance=tolerance,
                     fresh=fresh,

@@ -22,8 +22,19 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mezzo.commands.fallback.search import LOST_IN_ROUNDING, Allowed, Names, in_fp32, needed, search, stand_out
-from mezzo.commands.fallback.trials import Measure, expected, guesses_for, name_of
+from mezzo.commands.fallback.search import (
+    LOST_IN_ROUNDING,
+    Allowed,
+    Measure,
+    ModuleSet,
+    expected,
+    guesses_for,
+    in_fp32,
+    name_of,
+    needed,
+    search,
+    stand_out,
+)
 from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale
 from mezzo.observe.module_names import covered, outermost
@@ -66,7 +77,7 @@ class SearchState:
     """The measurements of all runs after the reference."""
     has_op_lists: bool = True
     """Whether the framework can keep single operations in FP32."""
-    operations: Names = ()
+    operations: ModuleSet = ()
     """Operations, or families of them, that must run in FP32 if no set of modules helps."""
 
     @property
@@ -134,7 +145,7 @@ def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
         raise SessionError(f"fresh={fresh!r}; allowed: 0 to 100 batches", hint="check on two fresh batches: fresh=2")
 
 
-def _judge(state: SearchState) -> tuple[FallbackVerdict, str, Names, RunRecord]:
+def _judge(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet, RunRecord]:
     state.note("FP32, every module by itself")
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
     reference, run = state.measure(Policy.parse("fp32"), settings, tuple)
@@ -154,7 +165,7 @@ def _judge(state: SearchState) -> tuple[FallbackVerdict, str, Names, RunRecord]:
     return *_after_reference(state), run
 
 
-def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     if unsteady := _judge_noise(state):
         return "not repeatable", unsteady, ()
     if coarse := _judge_rounding(state):
@@ -223,7 +234,7 @@ def _largest(steps: Sequence[StepErrors]) -> dict[str, float]:
     return worst
 
 
-def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+def _searched(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     judged, on_first = _without_any(state)
     before = state.trials[0]
     where = f"on {len(state.steps)} batches" if len(state.steps) > 1 else "on one batch"
@@ -251,8 +262,8 @@ def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
 
 
 def _as_rounding(
-    state: SearchState, judged: Sequence[StepErrors], where: str, kept: Names | None = None
-) -> tuple[FallbackVerdict, str, Names] | None:
+    state: SearchState, judged: Sequence[StepErrors], where: str, kept: ModuleSet | None = None
+) -> tuple[FallbackVerdict, str, ModuleSet] | None:
     """Return the verdict where no module (of ``kept``) makes more than rounding on its own; None if rounding does not explain the error."""
     if state.is_strict or not judged or stand_out(state.local, state.tolerance, inside=kept):
         return None
@@ -280,15 +291,15 @@ def _not_opened(state: SearchState) -> set[str]:
     return {local.module for local in state.local if _suspicion(local) > state.tolerance and local.flops <= most}
 
 
-def _passed(before: Verification, where: str) -> tuple[FallbackVerdict, str, Names]:
+def _passed(before: Verification, where: str) -> tuple[FallbackVerdict, str, ModuleSet]:
     if before.error == 0:
         return "not needed", f"every gradient is the same to the bit as in FP32, {where}: {_CHANGED_NOTHING}", ()
     return "not needed", f"with nothing kept in FP32 no gradient is off by more than rounding explains, {where}", ()
 
 
 def _found(
-    state: SearchState, judged: Sequence[StepErrors], kept: Names, how: str
-) -> tuple[FallbackVerdict, str, Names]:
+    state: SearchState, judged: Sequence[StepErrors], kept: ModuleSet, how: str
+) -> tuple[FallbackVerdict, str, ModuleSet]:
     if (rounding := _as_rounding(state, judged, how, kept)) is not None:
         return rounding
     if _fp32_share(state, kept) > _PAYS_UP_TO:
@@ -297,7 +308,7 @@ def _found(
     return "found", f"with fewer modules a gradient is off by more than is allowed; {how}", kept
 
 
-def _fp32_share(state: SearchState, kept: Names) -> float:
+def _fp32_share(state: SearchState, kept: ModuleSet) -> float:
     """Return the share of FLOPs that ``kept`` has, of those of all models together."""
     models = sum(local.flops for local in state.local if local.unnamed)
     flops = {local.module: local.flops for local in state.local if not local.unnamed}
@@ -321,7 +332,7 @@ def _find_instead(state: SearchState) -> None:
         state.instead = str(_INSTEAD)
 
 
-def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
+def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     """Return the verdict that no set of modules helps, and whether operations in FP32 do."""
     least = min(state.trials, key=lambda trial: trial.excess)
     outcome = _operations_in_fp32(state) if state.has_op_lists else "Keras cannot keep single operations in FP32"
@@ -357,7 +368,7 @@ def _lossy(product: LossyProduct, policy: Policy) -> str:
     )
 
 
-def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
+def _verify(state: SearchState, kept: ModuleSet, *, operations: ModuleSet = (), all_steps: bool = False) -> float:
     """Run the training with modules or operations in FP32 as well; return the furthest error as a multiple of what is allowed."""
     steps, init_scale = _run_check(state, kept, operations=operations, all_steps=all_steps)
     return _add_trial(state, kept, steps if all_steps else steps[:1], init_scale=init_scale, operations=operations)
@@ -372,7 +383,7 @@ def _without_any(state: SearchState) -> tuple[list[StepErrors], float]:
 
 
 def _run_check(
-    state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool
+    state: SearchState, kept: ModuleSet, *, operations: ModuleSet = (), all_steps: bool
 ) -> tuple[list[StepErrors], float]:
     """Run the training with modules or operations in FP32 as well; return the errors by step, and the initial loss scale."""
     policy = in_fp32(_keeping(state.policy, kept), operations)
@@ -393,7 +404,7 @@ def _run_check(
 
 
 def _add_trial(
-    state: SearchState, kept: Names, steps: Sequence[StepErrors], *, init_scale: float, operations: Names = ()
+    state: SearchState, kept: ModuleSet, steps: Sequence[StepErrors], *, init_scale: float, operations: ModuleSet = ()
 ) -> float:
     error, tensor = state.allowed.furthest(steps)
     trial = Verification(
@@ -417,7 +428,7 @@ def _keeping(policy: Policy, kept: Sequence[str]) -> Policy:
     return policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *kept))))
 
 
-def _scale(state: SearchState, policy: Policy, kept: Names) -> float:
+def _scale(state: SearchState, policy: Policy, kept: ModuleSet) -> float:
     """Return the scale at which dynamic scaling settles: the gradients of the modules that are not kept just fit."""
     free = [local for local in state.local if not local.unnamed and not covered(local.module, kept)]
     inside = [local.largest for local in free if not any(covered(name, [local.module]) for name in kept)]
@@ -451,7 +462,9 @@ def _suspicion(local: LocalError) -> float:
     return max(min(1.0, local.worst), min(1.0, rounded) / 2)
 
 
-def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
+def _record(
+    state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: ModuleSet
+) -> FallbackRecord:
     modules = [
         ModuleError(
             **local.model_dump(exclude={"largest", "kept"}), kept=covered(local.module, kept) and not local.unnamed
@@ -482,7 +495,7 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
     )
 
 
-def _after(state: SearchState, kept: Names) -> float | None:
+def _after(state: SearchState, kept: ModuleSet) -> float | None:
     of_set = [t for t in state.trials if t.kept == list(kept)]
     most_steps = max((len(t.steps) for t in of_set), default=0)
     return next((t.error for t in of_set if len(t.steps) == most_steps), None)
@@ -512,7 +525,7 @@ def _notes(state: SearchState) -> list[Reason]:
     return notes
 
 
-def _in_keras(kept: Names) -> list[Reason]:
+def _in_keras(kept: ModuleSet) -> list[Reason]:
     """Return how a Keras script keeps layers in FP32 by itself."""
     why = f"an argument of the layer{'s' * (len(kept) > 1)} {', '.join(kept)}: Keras' way to keep a layer in FP32"
     return [Reason(what="in the script", value='dtype="float32"', reason=why)]

@@ -10,8 +10,8 @@ from mezzo.report import formatting as fmt
 from mezzo.report import pages
 from mezzo.report.charts import modules
 from mezzo.report.commands import ScriptCommands, best_first, preset_of, with_fp32
-from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, codes_of, run_entry
+from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.sections import (
     FEW_ROWS,
     Charts,

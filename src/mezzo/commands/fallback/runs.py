@@ -8,16 +8,17 @@ from pathlib import Path
 
 from mezzo.children.signals import Stopped
 from mezzo.commands.fallback.find import find
-from mezzo.commands.fallback.trials import Ahead
+from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.merged import folder_of_rank
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import Waves, named_arguments
-from mezzo.launch.side_by_side import output_of
 from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord, record_at
+from mezzo.studies.finished import named_arguments
+from mezzo.studies.loop import Study
+from mezzo.studies.side_by_side import output_of
 
 _RUNS = "runs"
 
@@ -26,7 +27,7 @@ def fallback_of_script(
     request: Request,
     *,
     folder: Path,
-    waves: Waves,
+    study: Study,
     resume: bool = False,
     tolerance: float | None = None,
     fresh: int = 2,
@@ -40,7 +41,7 @@ def fallback_of_script(
     Args:
         request: the script, its arguments and the policy.
         folder: where the runs' files go.
-        waves: executes the runs.
+        study: executes the runs.
         resume: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
         fresh: on how many more batches the set of modules is checked.
@@ -50,7 +51,7 @@ def fallback_of_script(
     if not resume:
         shutil.rmtree(runs, ignore_errors=True)
     runs.mkdir(parents=True, exist_ok=True)
-    measure = _Children(request, runs, waves)
+    measure = _Children(request, runs, study)
     policy = request.policy
     assert policy is not None
     resumable = False
@@ -67,12 +68,12 @@ def fallback_of_script(
 class _Children:
     """Runs of a script's first steps, each in a process of its own."""
 
-    def __init__(self, request: Request, folder: Path, waves: Waves) -> None:
-        self._request, self._folder, self._waves = request, folder, waves
+    def __init__(self, request: Request, folder: Path, study: Study) -> None:
+        self._request, self._folder, self._study = request, folder, study
 
-    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
         request = self._request_for(policy, settings)
-        run = self._waves.record(
+        run = self._study.record(
             request, ahead=lambda: (self._request_for(*trial) for trial in ahead()), reuse=_finished
         )
         assert isinstance(run, RunRecord)

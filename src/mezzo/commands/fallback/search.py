@@ -19,19 +19,22 @@ Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from mezzo import oplists
-from mezzo.observe.fallback.evidence import LocalError, StepErrors
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered, outermost
+from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import clear_error
+from mezzo.records import RunRecord, clear_error
 from mezzo.records.values import Value
 
-Names: TypeAlias = tuple[str, ...]
-Verify: TypeAlias = Callable[[Names], float]
+ModuleSet: TypeAlias = tuple[str, ...]
+Verify: TypeAlias = Callable[[ModuleSet], float]
 
 
 def search(
@@ -40,10 +43,10 @@ def search(
     *,
     tolerance: float,
     costs: Mapping[str, float] | None = None,
-    base: Names = (),
+    base: ModuleSet = (),
     whole: Collection[str] = (),
-    known: Mapping[Names, float] | None = None,
-) -> Names | None:
+    known: Mapping[ModuleSet, float] | None = None,
+) -> ModuleSet | None:
     """Return a 1-minimal set of ``ranked`` modules, sorted, with which the error is at most ``tolerance``; None if even all of them fail.
 
     Args:
@@ -75,7 +78,7 @@ def search(
     return kept
 
 
-def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | None:
+def _shortest(ranked: Sequence[str], passes: Callable[[ModuleSet], bool]) -> int | None:
     """Return the length of the shortest prefix that passes; the empty one is known to fail."""
     if not ranked:
         return None
@@ -93,7 +96,7 @@ def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | N
     return high
 
 
-def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+def _pruned(names: ModuleSet, passes: Callable[[ModuleSet], bool], costs: Mapping[str, float]) -> ModuleSet:
     """Return ``names``, sorted, without those that can go, until no single one can."""
     kept = outermost(names)
     while True:
@@ -103,7 +106,7 @@ def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, f
         kept = fewer
 
 
-def _pruned_once(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
+def _pruned_once(names: ModuleSet, passes: Callable[[ModuleSet], bool], costs: Mapping[str, float]) -> ModuleSet:
     kept, size = names, 1
     waiting = sorted(names, key=lambda name: -costs.get(name, 0.0))
     while waiting:
@@ -118,13 +121,13 @@ def _pruned_once(names: Names, passes: Callable[[Names], bool], costs: Mapping[s
 
 
 def _opened(
-    kept: Names,
+    kept: ModuleSet,
     *,
     ranked: Sequence[str],
-    passes: Callable[[Names], bool],
+    passes: Callable[[ModuleSet], bool],
     costs: Mapping[str, float],
     whole: Collection[str],
-) -> Names:
+) -> ModuleSet:
     """Return ``kept`` with the most expensive container that can be opened replaced by what is needed inside it."""
     for name in sorted(set(kept) - set(whole), key=lambda name: -costs.get(name, 0.0)):
         inside = [other for other in ranked if other.startswith(f"{name}.")]
@@ -232,7 +235,7 @@ def in_fp32(policy: Policy, operations: Sequence[str]) -> Policy:
     return policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, *operations))), **lists)
 
 
-def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float, without: float) -> Names:
+def needed(policy: Policy, verify: Callable[[ModuleSet], float], *, tolerance: float, without: float) -> ModuleSet:
     """Return a 1-minimal set of operations that must run in FP32; empty if even all together do not help.
 
     Args:
@@ -246,3 +249,95 @@ def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float
     if not names or not (together := verify(everything)) <= tolerance:
         return ()
     return search(names, verify, tolerance=tolerance, known={(): without, everything: together}) or ()
+
+
+# --- Predict the runs that a search may request next: replay it with the known measurements, and with guesses of the others -----
+
+# Imports no torch.
+
+_MAX_LENGTH = 60
+
+
+class SearchRun(NamedTuple):
+    """A run of a search."""
+
+    policy: Policy
+    settings: FallbackSettings
+
+
+TrialsAhead = Callable[[], Iterable[SearchRun]]
+"""Yields the runs that may be requested after the current one, the nearest first."""
+
+
+class Measure(Protocol):
+    """A function that runs a few training steps under a policy."""
+
+    def __call__(self, policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
+        """Return the measurements and the record of the run; the runs ``ahead`` may run at the same time."""
+        ...
+
+
+def name_of(kept: ModuleSet, operations: ModuleSet, *, all_steps: bool) -> str:
+    """Return a name for a run from what it keeps in FP32: the same run has the same name whatever course the search takes."""
+    parts = ["kept", *kept] if kept else ["operations", *operations] if operations else ["kept", "nothing"]
+    text = "+".join(parts).replace("+", "-", 1).replace("/", "_")
+    if len(text) > _MAX_LENGTH:
+        count = len(kept or operations)
+        text = f"{parts[0]}-{count}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{text}-all-steps" if all_steps else text
+
+
+def expected(
+    search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord, guesses: Sequence[Measured]
+) -> Iterator[SearchRun]:
+    """Yield the runs that a search may request after the current one.
+
+    Args:
+        search: requests runs and depends only on their measurements: repeated with the same ones, it requests the same runs.
+        known: the measurements of all runs before the current one.
+        run: used as the record of every run.
+        guesses: possible measurements of a run, the likeliest first.
+    """
+    waiting: deque[list[Measured]] = deque([[]])
+    while waiting:
+        assumed = waiting.popleft()
+        for guess in guesses:
+            trial = _requested_after(search, [*known, *assumed, guess], run)
+            if trial is not None:
+                yield trial
+                waiting.append([*assumed, guess])
+
+
+def guesses_for(reference: Measured) -> tuple[Measured, Measured]:
+    """Return the measurements of a run that fails in every gradient, and of one that passes."""
+    names = [name for step in reference.steps for name in step.errors]
+    failed, passed = (
+        Measured(steps=[StepErrors(step=step.step, errors=dict.fromkeys(names, error)) for step in reference.steps])
+        for error in (1.0, 0.0)
+    )
+    return failed, passed
+
+
+class _RunRequested(Exception):
+    def __init__(self, trial: SearchRun) -> None:
+        super().__init__()
+        self.trial = trial
+
+
+def _requested_after(
+    search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord
+) -> SearchRun | None:
+    """Return the run that a search requests after those with known measurements; None if it requests no more."""
+    answers = iter(known)
+
+    def measure(policy: Policy, settings: FallbackSettings, ahead: TrialsAhead) -> tuple[Measured, RunRecord]:
+        found = next(answers, None)
+        if found is None:
+            raise _RunRequested(SearchRun(policy, settings))
+        return found, run
+
+    try:
+        search(measure)
+    except _RunRequested as request:
+        return request.trial
+    return None

@@ -83,7 +83,7 @@ def predict(
         typer.Option(
             metavar="POLICIES",
             callback=values.presets,
-            help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8.",
+            help=options.PRESETS_HELP,
         ),
     ] = "fp32,tf32,bf16,fp16",
     channels_last: Annotated[
@@ -168,7 +168,7 @@ def predict(
         shard=job.shard if job.num_gpus > 1 else "",
         optimizer=traced.optimizer,
         channels_last=channels_last,
-        headroom=plan.HEADROOM,
+        headroom=plan.MEMORY_HEADROOM,
         predictions=predictions,
         assumptions=[
             *traced.assumptions,
@@ -212,7 +212,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
 
 def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Conditions], slurm: bool) -> PredictRecord:
     """Return the record with the details of the fastest GPU that fits."""
-    from mezzo.measure.predict.detail import detail_of
+    from mezzo.measure.predict.plan import detail_of
 
     on_gpus = [one for one in record.predictions if one.gpu != values.CPU]
     best = record.model_copy(update={"predictions": on_gpus}).best

@@ -18,8 +18,8 @@ from mezzo.report import formatting as fmt
 from mezzo.report import pages
 from mezzo.report.charts import ranges
 from mezzo.report.commands import ScriptCommands, after_failure, best_first, with_fp32, with_scale
-from mezzo.report.log_entries import Cell as Entry
 from mezzo.report.log_entries import LogEntry, Table, run_entry
+from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.sections import (
     Cell,
     Charts,

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.options import completion
+from mezzo.cli.options import shared
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import check_folder
 from mezzo.cli.shown_help import HelpPage
@@ -36,7 +36,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RECORD...",
-            autocompletion=completion.record,
+            autocompletion=shared.record,
             help="record.json files written by any command, or a folder such as runs/.",
         ),
     ],

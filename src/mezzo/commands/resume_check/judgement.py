@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from mezzo.commands.resume_check.record import State
+from mezzo.commands.resume_check.record import StateKind
 from mezzo.measure.state_trace import ObjectState, OptimizerState, Point, RunTrace, same_number
 from mezzo.records import MissingState, Reason, ResumeVerdict
 
@@ -425,7 +425,7 @@ def _counting(trace: RunTrace) -> list[str]:
 # --- The parts of a training's state, one by one: the resumed run's first state compared with that of the undisturbed run -------
 
 _MOST_NAMES = 3
-_FIXES: dict[State, str] = {
+_FIXES: dict[StateKind, str] = {
     "weights": "save the complete model.state_dict(), and load it with strict=True",
     "buffers": "save model.state_dict(), which has the buffers, not only the parameters",
     "optimizer": "save optimizer.state_dict(), and load it after the optimizer is created",
@@ -470,7 +470,7 @@ def lost_optimizers(then: Point, now: Point) -> Iterator[MissingState]:
 
 def lost_objects(then: Point, now: Point) -> Iterator[MissingState]:
     """Yield the schedulers and GradScalers that were not restored."""
-    kinds: tuple[tuple[State, list[ObjectState], list[ObjectState]], ...] = (
+    kinds: tuple[tuple[StateKind, list[ObjectState], list[ObjectState]], ...] = (
         ("scheduler", then.schedulers, now.schedulers),
         ("GradScaler", then.scalers, now.scalers),
     )
@@ -508,7 +508,7 @@ def lost_rates(found: Mapping[str, tuple[float, float]], step: int) -> Iterator[
         yield _missing("learning rate", _listed([*found]), had, has, f"parameter groups before step {step}")
 
 
-def _missing(state: State, name: str, undisturbed: str, resumed: str, evidence: str) -> MissingState:
+def _missing(state: StateKind, name: str, undisturbed: str, resumed: str, evidence: str) -> MissingState:
     return MissingState(
         state=state, name=name, undisturbed=undisturbed, resumed=resumed, evidence=evidence, fix=_FIXES[state]
     )

@@ -10,7 +10,7 @@ from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 ResumeVerdict: TypeAlias = Literal["exact", "differs", "does_not_resume", "no_checkpoint", "undecided"]
 """``exact``: the same losses and weights in every step. ``differs``: the differences are named. ``undecided``: two runs already differ."""
-State: TypeAlias = Literal[
+StateKind: TypeAlias = Literal[
     "weights",
     "buffers",
     "optimizer",
@@ -30,7 +30,7 @@ State: TypeAlias = Literal[
 class MissingState(Value):
     """A part of the state that was not restored in the resumed run."""
 
-    state: State
+    state: StateKind
     name: str
     """The variable or class."""
     undisturbed: str

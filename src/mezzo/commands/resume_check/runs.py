@@ -17,11 +17,12 @@ from mezzo.children.signals import stoppable
 from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
 from mezzo.launch.request import Request, TraceRequest
-from mezzo.launch.resuming import named_arguments
 from mezzo.launch.runner import run_child
-from mezzo.measure.state_trace import RunTrace, Written, read_trace
-from mezzo.records import FileRead, RunRecord
+from mezzo.measure.state_trace import RunTrace, WrittenFile, read_trace
+from mezzo.records import RunRecord
 from mezzo.records.run import RUN_NAME
+from mezzo.studies.finished import named_arguments
+from mezzo.studies.loop import Wanted, carry_out
 
 WHOLE, STOPPED, RESUMED = "whole", "stopped", "resumed"
 _LEAST_STEPS = 4
@@ -67,20 +68,16 @@ class ResumeCheck:
         """
         for name in (WHOLE, STOPPED, RESUMED):  # the script would resume from an earlier check's files
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        whole = self._run(WHOLE)
+        carry_out(self._next, say=self.say)
+        whole, trace = self.records[WHOLE], self.traces[WHOLE]
         if whole.exit_code:
             return None
-        trace = self.traces[WHOLE]
-        self._check(trace, whole)
-        self.stopped_after = self.stop_after or stop_of(trace)
-        stopped = self._run(STOPPED, stop_after=self.stopped_after)
-        self.stopped_by = "SIGKILL" if stopped.exit_code == 128 + 9 else "SIGTERM, which it handles"
-        work = self._work_folder(STOPPED) or str(self._here)
-        self.checkpoints = checkpoints_of(self.traces[STOPPED].written, work=work)
-        not_independent = self._if_shared(stopped)
-        if not_independent is not None:
-            return not_independent
-        resumed = self._run(RESUMED)
+        resumed = self.records.get(RESUMED)
+        if resumed is None:
+            read, instead = self._read_of_whole(), f"write {RUN_NAME} into the arguments"
+            why = f"the run to be stopped read {read}, which the undisturbed run wrote: {instead}"
+            return Judgement(verdict="undecided", why=why)
+        assert self.stopped_after is not None
         return judged(
             Runs(
                 whole=trace,
@@ -94,7 +91,29 @@ class ResumeCheck:
             )
         )
 
-    def _run(self, name: str, *, stop_after: int | None = None) -> RunRecord:
+    def _next(self) -> Wanted | None:
+        """Return the next run: undisturbed, stopped, resumed; None after the last, or if there is nothing to compare."""
+        if WHOLE not in self.records:
+            return self._part(WHOLE, "undisturbed run")
+        whole = self.records[WHOLE]
+        if whole.exit_code:
+            return None
+        if STOPPED not in self.records:
+            self._check(self.traces[WHOLE], whole)
+            self.stopped_after = self.stop_after or stop_of(self.traces[WHOLE])
+            return self._part(STOPPED, f"the same run, stopped after step {self.stopped_after}")
+        if RESUMED in self.records:
+            return None
+        exit_code = self.records[STOPPED].exit_code
+        self.stopped_by = "SIGKILL" if exit_code == 128 + 9 else "SIGTERM, which it handles"
+        work = self._work_folder(STOPPED) or str(self._here)
+        self.checkpoints = checkpoints_of(self.traces[STOPPED].written, work=work)
+        return None if self._read_of_whole() else self._part(RESUMED, "started again")
+
+    def _part(self, name: str, says: str) -> Wanted:
+        return Wanted(says=says, do=lambda: self._run(name))
+
+    def _run(self, name: str) -> RunRecord:
         training = WHOLE if name == WHOLE else STOPPED
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,12 +130,11 @@ class ResumeCheck:
             work_folder=self._work_folder(training),
             trace=TraceRequest(
                 path=str((folder / "trace.jsonl").absolute()),
-                stop_after=stop_after,
+                stop_after=self.stopped_after if name == STOPPED else None,
                 notice_s=self.notice_s,
                 first_seed=_OTHER_SEED if name == RESUMED else None,
             ),
         )
-        self.say(_ANNOUNCED[name].format(step=stop_after))
         with stoppable() as stop:
             run = run_child(request, output=folder / "output.log", limit_s=limit_s)
             stop.check()
@@ -155,21 +173,10 @@ class ResumeCheck:
                 hint=f"pass a number from 1 to {steps - 1}",
             )
 
-    def _if_shared(self, stopped: RunRecord) -> Judgement | None:
-        """Return the verdict if the second run read a file that the first one wrote; None if not."""
+    def _read_of_whole(self) -> str:
+        """Return a file that the first run wrote and the second one read; empty if there is none."""
         written = {file.path for file in self.traces[WHOLE].written}
-        read: FileRead | None = next((file for file in stopped.files_read if file.path in written), None)
-        if read is None:
-            return None
-        why = f"the run to be stopped read {read.path}, which the undisturbed run wrote: write {RUN_NAME} into the arguments"
-        return Judgement(verdict="undecided", why=why)
-
-
-_ANNOUNCED = {
-    WHOLE: "undisturbed run",
-    STOPPED: "the same run, stopped after step {step}",
-    RESUMED: "started again",
-}
+        return next((file.path for file in self.records[STOPPED].files_read if file.path in written), "")
 
 
 def stop_of(trace: RunTrace) -> int:
@@ -183,14 +190,14 @@ def stop_of(trace: RunTrace) -> int:
     return min(last + max((following - last) // 2, 1), steps - 1)
 
 
-def checkpoints_of(written: Sequence[Written], *, work: str) -> list[str]:
+def checkpoints_of(written: Sequence[WrittenFile], *, work: str) -> list[str]:
     """Return the checkpoints that a run has left: files with state, or the folder of several that were written after the same update.
 
     Args:
         written: the files that the run wrote. Those with state are recognised by what wrote them, or by their first bytes.
         work: the folder in which the script ran, which is no checkpoint.
     """
-    last: dict[str, Written] = {}
+    last: dict[str, WrittenFile] = {}
     for file in written:
         saved = file.is_checkpoint or (file.path in last and last[file.path].is_checkpoint)
         last[file.path] = file.model_copy(update={"is_checkpoint": saved})

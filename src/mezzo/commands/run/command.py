@@ -74,7 +74,7 @@ def run(
     ] = False,
     checkpoint: options.Checkpoint = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Add this to every seed that the script sets.")] = None,
-    metric: options.Metric = None,
+    metric: options.MetricOption = None,
 ) -> None:
     """Run an unedited training script under a precision policy.
 

@@ -13,7 +13,7 @@ from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
-from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.options.values import Budget, clock, seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from mezzo.commands.tune.plan import Changes, Configuration
     from mezzo.commands.tune.runs import Tune
     from mezzo.devices import Device
-    from mezzo.launch.side_by_side import Engine
     from mezzo.records import Reason, RunRecord, TuneRecord
+    from mezzo.studies.side_by_side import Engine
 
 HELP = HelpPage(
     group="measure",
@@ -88,7 +88,7 @@ def tune(
             "[default: this machine's]",
         ),
     ] = None,
-    budget: options.Budget = "10m",
+    budget: options.BudgetOption = "10m",
     steps: Annotated[
         int,
         typer.Option(
@@ -243,7 +243,7 @@ def _tuning(
     from mezzo.commands.check.plan import MARGIN
     from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
-    from mezzo.launch.resuming import Waves
+    from mezzo.studies.loop import Study
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
@@ -258,8 +258,7 @@ def _tuning(
         known=known,
         budget_s=max(budget.seconds - budget.spent_s, 1.0),
         folder=folder,
-        finished=finished,
-        waves=Waves(engine, finished.identity),
+        study=Study(engine, finished),
         make_request=script.request,
         arguments=tuple(script.arguments or ()),
         say=budget.say,
@@ -277,7 +276,7 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
 
     known = tuning.run()
     best = answered(known)
-    tuning.finished.forget()
+    tuning.study.finished.forget()
     errors = [run.error for run in known.runs.values() if run.error is not None]
     command, why = _next(script, best, budget, errors)
     first = known.runs.get(Trial(known.now, 0))

@@ -1,7 +1,6 @@
 """Run a script in many configurations, first for a few steps, to find the fastest one on this machine. Imports no torch.
 
-What to run next follows from what is known (``mezzo.commands.tune.plan``). Each finished run is listed on disk (``resuming``), so that
-an interrupted search continues where it stopped.
+What to run next follows from what is known (``mezzo.commands.tune.plan``).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.children.signals import Stop, stoppable
 from mezzo.commands.tune.plan import (
     FINAL,
     SearchKnowledge,
@@ -23,9 +21,10 @@ from mezzo.commands.tune.plan import (
     steps_of,
 )
 from mezzo.launch.request import ModelChanges, Request
-from mezzo.launch.resuming import GRACE_S, Finished, Waves, finished_run, folder_name, named_arguments
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
+from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 """A run may take this many times as long as the first one, because compilation takes minutes; and at least this long."""
@@ -38,8 +37,7 @@ class Tune:
     known: SearchKnowledge
     budget_s: float
     folder: Path
-    finished: Finished
-    waves: Waves
+    study: Study
     """Executes the runs."""
     make_request: Callable[..., Request]
     """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
@@ -53,55 +51,57 @@ class Tune:
         self._first_s = 0.0
 
     def run(self) -> SearchKnowledge:
-        """Run trial after trial of the plan until nothing is left to run or the time is over.
+        """Run what the plan wants next until nothing is left to run or the time is over.
 
         Raises:
             Stopped: a signal has stopped the command.
         """
-        with stoppable() as stop:
-            while (trial := next_trial(self.known)) is not None:
-                self._do(trial, stop)
-                left = (self._end_s - time.monotonic()) / self.budget_s
-                self.known = replace(self.known, left_share=left)
+        carry_out(self._next, study=self.study, say=self.say)
         return self.known
 
-    def _do(self, trial: Trial, stop: Stop) -> None:
-        name, began = _folder(trial), time.monotonic()
-        folder, title = self.folder / name, _title(trial)
-        run = self.finished.record(name)
-        resumed = isinstance(run, RunRecord)
-        if not isinstance(run, RunRecord):
-            stop.check()
-            self.say(f"{title}: {steps_of(self.known, trial.round)} steps")
-            run = self._run(trial)
-            stop.check()
-            self.finished.add(name, folder / "record.json")
-        resumed = resumed or name in self.waves.reused
-        took = time.monotonic() - began if self.waves.at_once == 1 else run.duration_s
+    def _next(self) -> Wanted | None:
+        if self.trials:
+            self.known = replace(self.known, left_share=(self._end_s - time.monotonic()) / self.budget_s)
+        trial = next_trial(self.known)
+        if trial is None:
+            return None
+        title = _title(trial)
+        return Wanted(
+            name=_folder(trial),
+            title=title,
+            says=f"{title}: {steps_of(self.known, trial.round)} steps",
+            do=lambda: self._run(trial),
+            learn=lambda done: self._done(trial, done),
+        )
+
+    def _done(self, trial: Trial, done: Done) -> str:
+        run = done.record
+        assert isinstance(run, RunRecord)
+        took = done.took_s if self.study.at_once == 1 else run.duration_s
         self._first_s = self._first_s or max(took, run.duration_s)  # an earlier command's run took no time now
         self.known = replace(self.known, runs={**self.known.runs, trial: run})
         outcome = fault(self.known, trial) or self._outcome(trial)
-        self.say(f"{title}: {outcome}" + (" (from the interrupted search)" if resumed else ""))
         self.trials.append(
             TuneTrial(
                 name=trial.configuration.name,
                 round="final" if trial.round == FINAL else str(trial.round + 1),
                 seed=trial.repeat,
                 outcome=outcome,
-                folder=str(folder),
+                folder=str(self.folder / _folder(trial)),
                 duration_s=took,
                 placement=run.placement,
-                resumed=resumed,
+                resumed=done.resumed,
             )
         )
+        return outcome
 
     def _run(self, trial: Trial) -> RunRecord:
-        limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        limit_s = max(self._end_s - time.monotonic(), 0.0) + BUDGET_GRACE_S
         if self._first_s:
             limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
-        run = self.waves.record(
+        run = self.study.record(
             self._request(trial),
-            limit_s=limit_s,
+            limit_s=lambda: limit_s,
             ahead=lambda: map(self._request, expected_trials(self.known)),
             reuse=finished_run,
         )
@@ -116,7 +116,7 @@ class Tune:
             arguments=named_arguments(configuration.arguments(self.arguments), folder.name),
             seed=trial.repeat,
             stop_after_steps=steps_of(self.known, trial.round),
-            compared_since_s=self.finished.since_s,
+            compared_since_s=self.study.finished.since_s,
             models=ModelChanges(
                 channels_last=configuration.channels_last,
                 compiles=configuration.compiles,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Shape: TypeAlias = int | Sequence[int] | torch.Size
+NormalizedShape: TypeAlias = int | Sequence[int] | torch.Size
 
 
 class _Fused(nn.Module):
@@ -20,7 +20,7 @@ class _Fused(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: Shape,
+        normalized_shape: NormalizedShape,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
@@ -34,7 +34,7 @@ class _Mixed(_Fused):
 
     weight: nn.Parameter
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+    def __init__(self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
         super().__init__(normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
 
 def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Return ``input`` normalised over its last dimensions, without weights."""
     return F.layer_norm(input, _sizes(normalized_shape), eps=eps)
@@ -96,7 +96,7 @@ def fused_layer_norm_affine(
     input: Tensor,
     weight: Tensor,
     bias: Tensor,
-    normalized_shape: Shape,
+    normalized_shape: NormalizedShape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
@@ -104,17 +104,19 @@ def fused_layer_norm_affine(
     return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+def fused_rms_norm(
+    input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Return ``input`` divided by its root mean square over the last dimensions."""
     return F.rms_norm(input, _sizes(normalized_shape), eps=eps)
 
 
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Return ``input`` divided by its root mean square over the last dimensions, times ``weight``."""
     return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
 
 
-def _sizes(shape: Shape) -> list[int]:
+def _sizes(shape: NormalizedShape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)

@@ -36,7 +36,7 @@ from torch import (  # torch's own, also where a launcher has replaced what a sc
 
 from mezzo.engine.casts import registration
 from mezzo.engine.casts.half import HALF
-from mezzo.engine.casts.registration import Op
+from mezzo.engine.casts.registration import Operator
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import FP32, Format
 from mezzo.oplists import Precision
@@ -63,7 +63,7 @@ class CastTable:
 
     def __init__(
         self,
-        rules: Mapping[Op, CastRule],
+        rules: Mapping[Operator, CastRule],
         *,
         device_type: str,
         low: Format,
@@ -87,14 +87,14 @@ class CastTable:
         if any(rule.emulation is not None for rule in self.rules.values()):
             registration.keep_roundings()
 
-    def rule(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CastRule | None:
+    def rule(self, op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CastRule | None:
         """Return the rule for a call of ``op``; None if it has none, and inside one of our kernels."""
         rule = None if _LOCAL.casting else self.rules.get(op)
         if rule is None or rule.dtypes is None:
             return rule
         return rule if any(t.dtype in rule.dtypes for t in flat_tensors((*args, *kwargs.values()))) else None
 
-    def dispatch(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: Operator, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` under ``rule``, or unchanged in a backward pass."""
         _LOCAL.casting = True
         try:
@@ -102,7 +102,7 @@ class CastTable:
         finally:
             _LOCAL.casting = False
 
-    def run(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Operator, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` below autocast under ``rule``."""
         if rule.keeps_weight and self.casts_operands and self._casts(args):
             assert rule.emulation is not None

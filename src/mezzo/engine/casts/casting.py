@@ -28,15 +28,16 @@ from mezzo.cuda_kernels import Missing
 from mezzo.devices import Device, this_device
 from mezzo.engine.casts.autocast_kernels import AutocastRegion, CastRule, CastTable
 from mezzo.engine.casts.half import HALF
-from mezzo.engine.casts.registration import Op, find_op
+from mezzo.engine.casts.registration import Operator, find_op
 from mezzo.engine.matrix_units.emulation import DTYPES, PRIMITIVES, Emulation, emulation, fft
 from mezzo.engine.matrix_units.emulation_nodes import general
 from mezzo.engine.matrix_units.refusals import note_bf16, refusal
 from mezzo.explain import Choice
 from mezzo.formats import BF16, FORMATS, FP16
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 
-Way = Literal["none", "kernels", "overlay", "table"]
+CastingWay = Literal["none", "kernels", "overlay", "table"]
 
 
 class Casting:
@@ -69,7 +70,7 @@ class Casting:
         """Whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
         return self.arithmetic == "emulated"
 
-    def choose(self) -> tuple[Way, str]:
+    def choose(self) -> tuple[CastingWay, str]:
         """Return how the policy is applied, and why."""
         policy = self.policy
         if not policy.lowers:
@@ -127,7 +128,7 @@ class Casting:
         return AutocastRegion(self.table, self.device_type, self._dtype, enabled=False)
 
 
-def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
+def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Operator, CastRule]:
     """Return the rules of the operations that the policy's lists name and this torch has.
 
     Args:
@@ -136,8 +137,8 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
         overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
-    recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
-    rules: dict[Op, CastRule] = {}
+    recipe = recipe_of(policy)
+    rules: dict[Operator, CastRule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:
             precision, op = chosen[name], find_op(name)
@@ -152,7 +153,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
             rule = CastRule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
-                run = emulation(op, base, low=policy.storage.name, family=family.name, float8=recipe)
+                run = emulation(op, base, low=policy.storage.name, family=family.name, recipe=recipe)
                 rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
             rules[op] = rule
     return rules
@@ -161,7 +162,7 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
 # A policy that is emulated on a CPU stands for a GPU. What CUDA refuses is refused, in torch's words. What CUDA computes and the CPU does
 # not is computed in FP32 and rounded, forward and backward. The rules are for operands in 16 bits only: where the op lists ask for FP32,
 # there are none.
-def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
+def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Operator, CastRule]:
     """Return the rules of all such operations that this torch has.
 
     Args:
@@ -188,19 +189,19 @@ def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
     return rules
 
 
-def _rule(name: str, low: str, run: Op, dtypes: Iterable[torch.dtype]) -> CastRule:
+def _rule(name: str, low: str, run: Operator, dtypes: Iterable[torch.dtype]) -> CastRule:
     return CastRule("follow", Emulation(name=name, format=low, run=run), dtypes=frozenset(dtypes))
 
 
 def _missing() -> dict[str, dict[torch.dtype, Missing]]:
-    """Return the rows of ``cuda_kernels.MISSING`` by operation and dtype."""
+    """Return the rows of ``cuda_kernels.MISSING_KERNELS`` by operation and dtype."""
     found: dict[str, dict[torch.dtype, Missing]] = {}
-    for row in cuda_kernels.MISSING:
+    for row in cuda_kernels.MISSING_KERNELS:
         found.setdefault(row.op, {}).update({FORMATS[name].dtype: row for name in row.formats})
     return found
 
 
-def _overloads(*names: str) -> Iterator[Op]:
+def _overloads(*names: str) -> Iterator[Operator]:
     """Yield all overloads of operations that take a tensor, of those that this torch has."""
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
@@ -210,7 +211,7 @@ def _overloads(*names: str) -> Iterator[Op]:
                 yield op
 
 
-def _refusing(op: Op, words: dict[torch.dtype, Missing]) -> Op:
+def _refusing(op: Operator, words: dict[torch.dtype, Missing]) -> Operator:
     def run(*args: Any, **kwargs: Any) -> Any:
         operands = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype in words and t.numel()]
         if not operands:  # CUDA runs no kernel on tensors without elements
@@ -246,7 +247,7 @@ def _refuse_gradient(result: Tensor, error: Exception) -> None:
         result.register_hook(refuse)
 
 
-def _emulated(name: str, *, draws: bool) -> Op:
+def _emulated(name: str, *, draws: bool) -> Operator:
     op = find_op(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -257,7 +258,7 @@ def _emulated(name: str, *, draws: bool) -> Op:
     return run
 
 
-def _emulated_in_place(name: str, *, draws: bool) -> Op:
+def _emulated_in_place(name: str, *, draws: bool) -> Operator:
     op = find_op(name)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

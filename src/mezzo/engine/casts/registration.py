@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-Op: TypeAlias = Any
+Operator: TypeAlias = Any
 """A ``torch._ops.OpOverload``."""
 
 
@@ -28,20 +28,20 @@ class CastRules(Protocol):
     device_type: str
     keeps_kernels: bool
 
-    def rule(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def rule(self, op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the rule for a call of ``op`` in the current state; None if it has none."""
 
-    def dispatch(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: Operator, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``op`` under ``rule``; autocast is off."""
 
 
 _LOCK = threading.Lock()
-_REGISTERED: dict[str, set[Op]] = {}
+_REGISTERED: dict[str, set[Operator]] = {}
 _LIBRARIES: list[torch.library.Library] = []  # a library's kernels are removed when it is garbage-collected
 
 
 def register(
-    device_type: str, ops: Iterable[Op], open_table: Callable[[], CastRules | None], *, include_native: bool
+    device_type: str, ops: Iterable[Operator], open_table: Callable[[], CastRules | None], *, include_native: bool
 ) -> None:
     """Register kernels for ``ops`` and, with ``include_native``, for every operation that torch casts on the device.
 
@@ -66,7 +66,7 @@ def register(
         registered |= needed
 
 
-def find_op(name: str) -> Op:
+def find_op(name: str) -> Operator:
     """Return the operation named ``name`` in the op lists; None if this torch lacks it."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(torch.ops.aten, base, None)
@@ -80,7 +80,7 @@ _ARITHMETIC = frozenset(
 """Operations that accept a number for a tensor: C++ wraps the 2 of ``x * 2``, and a Python kernel receives the plain number."""
 
 
-def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_op(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call ``op`` with the arguments that a kernel received."""
     if len(args) > 1 and not isinstance(args[1], Tensor) and op in _ARITHMETIC:
         return op.overloadpacket(*args, **kwargs)
@@ -88,7 +88,7 @@ def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _kernel(
-    op: Op, key: str, device_type: str, open_table: Callable[[], CastRules | None], native: Any
+    op: Operator, key: str, device_type: str, open_table: Callable[[], CastRules | None], native: Any
 ) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
-FORMATS = (FP16, BF16, E4M3, E5M2)
+BINNED_FORMATS = (FP16, BF16, E4M3, E5M2)
 _MANTISSA = FP32.mantissa_bits
 ROWS = 279
 FIRST_EXPONENT = -149
@@ -43,7 +43,7 @@ def first_normal(target: Format) -> tuple[int, int]:
     return -target.bias, (1 << _MANTISSA) - (1 << (_MANTISSA - target.mantissa_bits))
 
 
-CUTS = tuple(sorted({1} | {line(f)[1] for f in FORMATS for line in (first_overflow, first_normal)}))
+CUTS = tuple(sorted({1} | {line(f)[1] for f in BINNED_FORMATS for line in (first_overflow, first_normal)}))
 """The mantissas at which a row is cut: a value's cell is the number of cuts up to its mantissa."""
 CELLS = len(CUTS) + 1
 BINS = ROWS * CELLS

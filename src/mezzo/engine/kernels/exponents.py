@@ -18,7 +18,7 @@ from mezzo.formats import BF16, FP16, FP32
 _MANTISSA = FP32.mantissa_bits
 _COUNTED = (FP32.dtype, FP16.dtype, BF16.dtype)
 
-Count: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+CountExponents: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 def tables(count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -43,7 +43,7 @@ def _prepared(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def counter(device_type: str) -> tuple[Count, str]:
+def counter(device_type: str) -> tuple[CountExponents, str]:
     """Return the counting kernel for torch's device type, and why."""
     if device_type == "cpu":
         lib, reason = cpu.library()

@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.exponent_bins import BINS, CUTS
 from mezzo.engine.kernels.gpu_kernels import (
     EXACT,
@@ -40,11 +39,12 @@ from mezzo.engine.kernels.gpu_kernels import (
     sgd_kernel,
     square_kernel,
 )
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import dense
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP64
 
-CHUNK = 4096
+PROGRAM_ELEMENTS = 4096
 """Elements that a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
 SUMMING = {"TILE": 2048, "FEW": 8, "num_warps": 4, "enable_fp_fusion": True}
 """A tile is 16 elements per thread: 32 to 64 bytes in flight. FP32 adds up 16 squares (two tiles of 8) before FP64 does: at most 9
@@ -74,7 +74,9 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
     Cached: 110 M parameters have 27,000 chunks, and listing them each time would take longer than the update.
     """
-    numbers = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
+    numbers = [
+        number for i, size in enumerate(sizes) for start in range(0, size, PROGRAM_ELEMENTS) for number in (i, start)
+    ]
     chunks = torch.empty(len(numbers), dtype=torch.int64, device=device)
     _send(numbers, chunks)
     return chunks
@@ -229,7 +231,7 @@ def _squares(gradients: list[Tensor]) -> Tensor:
     table = table_of([gradients], kept=_NORMS)
     device = table.memory.device
     partials = torch.empty(table.programs, dtype=FP64.dtype, device=device)
-    kind = {"TYPE": TYPES[gradients[0].dtype], "BLOCK": CHUNK}
+    kind = {"TYPE": TYPES[gradients[0].dtype], "BLOCK": PROGRAM_ELEMENTS}
     with on(device):
         square_kernel[(table.programs,)](table.memory, table.chunks, partials, table.count, **kind, **SUMMING)
     return partials.sum()
@@ -281,7 +283,7 @@ def _launch(
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
             begin_kernel[(-(-table.count // constants["TILE"]),)](table.memory, found_inf, table.count, **constants)
-            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **_updating(kind))
+            kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=PROGRAM_ELEMENTS, **_updating(kind))
 
 
 def _updating(kind: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +356,7 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         ]
         # No table is kept: the tensors are others each time.
         table = table_of([[t for t, _ in alike], [r for _, r in alike]], kept=LaunchTables(1))
-        compiled_in = {"TYPE": TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
+        compiled_in = {"TYPE": TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": PROGRAM_ELEMENTS}
         with on(device):
             exponent_kernel[(table.programs,)](
                 table.memory,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mezzo.engine.kernels.storage import KINDS
+from mezzo.engine.kernels.storage import MOMENT_DTYPES
 from mezzo.formats import BF16, FP16, FP32
 
-TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
+TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, MOMENT_DTYPES["8bit"]: tl.uint8}
 """Triton's types of the formats in memory."""
 # A table of int64: the group's settings, then rows of one entry per tensor. ``gpu.LaunchTable`` lays it out.
 HEAD = tl.constexpr(8)

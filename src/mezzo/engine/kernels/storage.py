@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP32
 
-KINDS = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
+MOMENT_DTYPES = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
 """Users' names of the formats, and the dtype that stores each."""
-SIGNED = ("exp_avg", "momentum_buffer")
-"""The moments that may be below 0."""
+UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
+"""The moments that are never below 0."""
 _HALF = 0x8000
 
 
@@ -37,7 +37,7 @@ def zero_moment(kind: str, parameter: Tensor) -> Tensor:
     """Return a moment of zeros for ``parameter``."""
     if kind == "8bit":
         return torch.zeros(packed_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
-    return torch.zeros_like(parameter, dtype=KINDS[kind], memory_format=torch.preserve_format)
+    return torch.zeros_like(parameter, dtype=MOMENT_DTYPES[kind], memory_format=torch.preserve_format)
 
 
 def flat_fp32(kept: Tensor, count: int, *, signed: bool) -> Tensor:
@@ -46,7 +46,7 @@ def flat_fp32(kept: Tensor, count: int, *, signed: bool) -> Tensor:
 
 
 def rounded(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) -> Tensor:
-    """Return flat FP32 ``values`` in a format of ``KINDS``, rounded by ``noise``."""
+    """Return flat FP32 ``values`` in a format of ``MOMENT_DTYPES``, rounded by ``noise``."""
     if kind is torch.uint8:
         return pack(values, noise, signed=signed)
     return round_to_bf16(values, noise) if kind is BF16.dtype else values
@@ -61,7 +61,7 @@ def as_fp32(kept: Tensor, shape: torch.Size, strides: tuple[int, ...], *, signed
 def stored_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
     """Return an FP32 moment in the format ``kind``, rounded to nearest; exact if it was in that format before."""
     nearest = torch.full((values.numel(),), _HALF, device=values.device)
-    stored = rounded(flat(values), KINDS[kind], nearest, signed=signed)
+    stored = rounded(flat(values), MOMENT_DTYPES[kind], nearest, signed=signed)
     return stored if kind == "8bit" else stored.as_strided(values.shape, values.stride())
 
 

@@ -22,7 +22,7 @@ hidden state between the time steps of a recurrent layer, and the 16-bit probabi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from mezzo.engine.matrix_units.emulation_nodes import (
     Convolution,
     FlashAttention,
     Linear,
-    Op,
+    TorchOperation,
     by_casts,
     general,
     is_sparse,
@@ -45,7 +45,7 @@ from mezzo.engine.matrix_units.emulation_nodes import (
     wants,
 )
 from mezzo.engine.matrix_units.refusals import note_bf16, refusal
-from mezzo.formats import BF16, FP8_PAIRS, FP16, FP32, Format
+from mezzo.formats import BF16, FP16, FP32, Format, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class Emulation:
     """The operation's name in torch."""
     format: str
     """Name of the format that the unit multiplies in."""
-    recipe: str | None = None
+    recipe: Recipe | None = None
     """How 8-bit operands are scaled; None for 16-bit ones."""
-    run: Op = field(compare=False)
+    run: TorchOperation = field(compare=False)
     ran: ClassVar[bool] = False
     """Whether this process has run any emulation; until then counters need not check whether an operation belongs to one."""
 
@@ -221,7 +221,7 @@ def _convolve(
     return _convolution(input, weight, bias, transposed, (stride, padding, dilation, output_padding, groups))
 
 
-def _recurrent(op: Op) -> Op:
+def _recurrent(op: TorchOperation) -> TorchOperation:
     def layer(*args: Any, **kwargs: Any) -> Any:
         # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
         draws = any(isinstance(a, float) and a > 0.0 for a in args)
@@ -230,14 +230,14 @@ def _recurrent(op: Op) -> Op:
     return layer
 
 
-def _generic(op: Op) -> Op:
+def _generic(op: TorchOperation) -> TorchOperation:
     def call(*args: Any, **kwargs: Any) -> Any:
         return general(op, *args, **kwargs)
 
     return call
 
 
-SPECIAL: dict[str, Op] = {
+SPECIAL: dict[str, TorchOperation] = {
     "linear": linear,
     "matmul": matmul,
     "mm": _mm,
@@ -255,7 +255,7 @@ SPECIAL: dict[str, Op] = {
 }
 
 
-def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, str] | None) -> Emulation:
+def emulation(op: TorchOperation, name: str, *, low: str, family: str, recipe: Recipe | None) -> Emulation:
     """Return the emulation of torch's ``op``.
 
     Args:
@@ -263,10 +263,10 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
         name: its name without overload (``linear``).
         low: name of the 16-bit format.
         family: its family in the op lists.
-        float8: the recipe and the pair of formats of linear layers in FP8; None if they stay in 16 bits.
+        recipe: how linear layers compute in 8 bits; None if they stay in 16 bits.
     """
-    if float8 is not None and name == "linear":
-        return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])
+    if recipe is not None and name == "linear":
+        return Emulation(name=name, format=recipe.values.name, recipe=recipe, run=partial(float8_linear, recipe=recipe))
     run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _generic(op)
     return Emulation(name=name.strip("_"), format=low, run=run)
 
@@ -284,36 +284,12 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
 # Weights are rounded from the format in which they are stored, not from BF16. The BF16 input and the weight itself are
 # kept for the backward pass and rounded again there, as torchao does: 8-bit values are operands of a product and are
 # not stored.
-@dataclass(frozen=True)
-class Recipe:
-    """The formats of operands and gradients, and the extent of one scale."""
-
-    values: Format
-    gradients: Format
-    by_rows: bool
-    """Whether every row has its own scale; otherwise the whole tensor has one."""
-
-    def rounded(self, x: Tensor, fmt: Format, *, along: int) -> Tensor:
-        """Return ``x`` rounded to ``fmt``, in FP32, for a product that sums along dimension ``along``."""
-        stored, scale = quantise(x, fmt, along=along if self.by_rows else None)
-        return stored.float() / scale
-
-
-RECIPES = {
-    (name, pair): Recipe(values=e4m3, gradients=e4m3 if name == "rowwise" else e5m2, by_rows=name == "rowwise")
-    for name in ("tensorwise", "rowwise")
-    for pair, (e4m3, e5m2) in FP8_PAIRS.items()
-}
-
-
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.stands_for = recipe, recipe.values.name
-        return F.linear(recipe.rounded(x, recipe.values, along=-1), recipe.rounded(weight, recipe.values, along=-1)).to(
-            x.dtype
-        )
+        return F.linear(_rounded(x, recipe.values, along=-1), _rounded(weight, recipe.values, along=-1)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -323,48 +299,47 @@ class _Float8Linear(torch.autograd.Function):
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
         if wants(ctx, 0):
-            wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, recipe.values, along=0)
+            wide = _rounded(rows, recipe.gradients, along=-1) @ _rounded(weight, recipe.values, along=0)
             grad_x = wide.to(x.dtype).reshape(x.shape)
         if wants(ctx, 1):
-            wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, recipe.values, along=0)
+            wide = _rounded(rows, recipe.gradients, along=0).mT @ _rounded(columns, recipe.values, along=0)
             grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
         return grad_x, grad_weight, None
 
 
-def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``x`` times a scale in the 8-bit format ``fmt``, and that scale in FP32.
+def _rounded(x: Tensor, fmt: Format, *, along: int) -> Tensor:
+    """Return ``x`` rounded to ``fmt``, in FP32, for a product that sums along dimension ``along``."""
+    stored, scale = quantise(x, fmt, along=along)
+    return stored.float() / scale
 
-    The scale maps the largest magnitude to the format's largest value. With ``along``, every row along that dimension
-    has its own, rounded down to a power of two.
+
+def quantise(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor]:
+    """Return ``x`` times a factor in ``fmt``, a format with scales for tensors or rows, and that factor in FP32.
+
+    The factor is the reciprocal of the scale, which maps the largest magnitude of the tensor, or of each row along a dimension, to the
+    format's largest value, or below it if it is rounded to a power of two.
     """
+    assert fmt.scaling is not None
     if x.numel() == 0:  # no largest magnitude
         return x.to(fmt.dtype), torch.ones((), device=x.device)
     magnitudes = x.abs()
-    amax = magnitudes.amax() if along is None else magnitudes.amax(dim=along, keepdim=True)
+    amax = magnitudes.amax() if fmt.scaling.extent == "tensor" else magnitudes.amax(dim=along, keepdim=True)
     # torchao's minimum: smaller magnitudes get the scale of this one, and zeros a finite scale. A literal, because a compiler
     # with dynamic shapes turns a global number into a variable, which fails inside an autograd function.
     least = amax.float().clamp(min=1e-12)
     # torch divides a number by a tensor as a product with the reciprocal, which rounds twice.
-    scale = torch.full_like(least, fmt.max) / least
-    if along is not None:
-        scale = scale.log2().floor().exp2()
-    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale
+    factor = torch.full_like(least, fmt.max) / least
+    if fmt.scaling.rule == "power of two above":
+        factor = factor.log2().floor().exp2()
+    return (x.float() * factor).clamp(-fmt.max, fmt.max).to(fmt.dtype), factor
 
 
-def float8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "tensorwise", formats: str = "ocp"
-) -> Tensor:
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
     """Emulate a linear layer in FP8; ``x``, ``bias`` and result are BF16, ``weight`` is BF16 or FP32."""
     if weight.dim() == 1:  # one output feature, without a dimension of its own
-        return float8_linear(x, weight[None], bias, recipe=recipe, formats=formats).squeeze(-1)
-    y: Tensor = _Float8Linear.apply(x, weight, RECIPES[recipe, formats])
+        return float8_linear(x, weight[None], bias, recipe=recipe).squeeze(-1)
+    y: Tensor = _Float8Linear.apply(x, weight, recipe)
     return y if bias is None else y + bias
-
-
-LINEAR: dict[tuple[str, str], Callable[..., Tensor]] = {
-    (name, pair): partial(float8_linear, recipe=name, formats=pair) for name, pair in RECIPES
-}
-"""The emulation of ``torch.nn.functional.linear`` by the recipe and the pair of formats."""
 
 
 # cuFFT transforms FP16 if all sizes are powers of two, and returns its complex format. CPUs have no such kernel, so it is emulated: one
@@ -380,7 +355,7 @@ _UNSUPPORTED = "Unsupported dtype {dtype}"
 _NO_PLAN = "cuFFT doesn't support tensor of type: {dtype}"
 
 
-def fft(op: Op, name: str, *, refuses: bool) -> Op:
+def fft(op: TorchOperation, name: str, *, refuses: bool) -> TorchOperation:
     """Return the transform ``name`` for 16-bit operands, as CUDA computes it.
 
     Args:

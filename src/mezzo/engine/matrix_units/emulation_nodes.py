@@ -23,7 +23,7 @@ from mezzo.engine.casts.half import HALF
 from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import BF16, FP16, FP32
 
-Op = Callable[..., Any]
+TorchOperation = Callable[..., Any]
 _NAMES = {f.dtype: f.name for f in (FP16, BF16)}
 _Modes = torch._C._TorchDispatchModeKey
 
@@ -256,7 +256,7 @@ class InnerMemory:
 inner_memory = InnerMemory()
 
 
-def _kept_by_device(call: Op, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:
+def _kept_by_device(call: TorchOperation, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:
     """Return unused memory of the size that a device keeps inside an operation: what FP32 keeps, at the size of the 16-bit format.
 
     To measure it, the operation runs once more, only in the step whose bytes are counted.
@@ -330,7 +330,7 @@ def is_sparse(*tensors: Tensor) -> bool:
     return any(tensor.layout is not torch.strided for tensor in tensors)
 
 
-def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwargs: Any) -> Any:
+def general(op: TorchOperation, *args: Any, draws: bool = False, keeps: bool = False, **kwargs: Any) -> Any:
     """Emulate ``op`` for its 16-bit tensor arguments, and keep only these for the backward pass.
 
     ``draws`` says whether the operation draws random numbers, ``keeps`` whether a device keeps much more than its operands.
@@ -353,7 +353,7 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
     return Recomputed.apply(call, draws, keeps, operands[0].dtype, *operands)
 
 
-def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:
+def by_casts(op: TorchOperation, *args: Any, **kwargs: Any) -> Any:
     """Emulate ``op`` with casts around it, whose gradients round like the emulation."""
     leaves, spec = tree_flatten((args, kwargs))
     low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in HALF)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-EVERY_S = 1.0
+EXCHANGE_EVERY_S = 1.0
 """Approximate interval between exchanges: after that time all processes know of an alarm or of a request to end."""
 _MOST_UPDATES = 10_000
 """Most updates between two exchanges: processes whose steps become slow still exchange within hours."""
@@ -26,7 +26,7 @@ _MOST_UPDATES = 10_000
 class Agreement:
     """The exchanges of one process with the others."""
 
-    def __init__(self, *, every_s: float = EVERY_S, within: Any = None) -> None:
+    def __init__(self, *, every_s: float = EXCHANGE_EVERY_S, within: Any = None) -> None:
         """Create the exchanges; the first comes at update 1.
 
         Args:

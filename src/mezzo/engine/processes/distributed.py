@@ -38,7 +38,7 @@ from mezzo.devices import has_fp64
 from mezzo.engine import checks
 from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.processes.exchange import (
-    LossScale,
+    ReadScale,
     as_wide,
     averaged,
     divisors,
@@ -442,7 +442,7 @@ class EmulatedWorld:
     numbers do not change.
     """
 
-    def __init__(self, policy: Policy, loss_scale: LossScale = no_scale) -> None:
+    def __init__(self, policy: Policy, loss_scale: ReadScale = no_scale) -> None:
         """Create ``policy.world`` processes.
 
         Args:
@@ -454,7 +454,7 @@ class EmulatedWorld:
         self.format: Format = fmt
         self.size, self.order = policy.world, policy.reduce_order
         self._sum = _in_a_ring if self.order == "ring" else _in_a_tree
-        self._loss_scale: LossScale = loss_scale if fmt is FP16 else no_scale
+        self._loss_scale: ReadScale = loss_scale if fmt is FP16 else no_scale
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._errors: list[Tensor] = []
 

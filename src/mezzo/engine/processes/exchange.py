@@ -28,7 +28,7 @@ from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import FORMATS, FP16, FP32, Format
 from mezzo.policy import Policy
 
-LossScale = Callable[[], Tensor | None]
+ReadScale = Callable[[], Tensor | None]
 """Returns the loss scale by which the gradients were divided; None for 1."""
 
 
@@ -53,7 +53,7 @@ def format_of_reduction(policy: Policy) -> Format | None:
 class Exchange:
     """The average over a group of processes, in one format."""
 
-    def __init__(self, fmt: Format, group: Any = None, loss_scale: LossScale = no_scale) -> None:
+    def __init__(self, fmt: Format, group: Any = None, loss_scale: ReadScale = no_scale) -> None:
         """Prepare to average.
 
         Args:
@@ -62,7 +62,7 @@ class Exchange:
             loss_scale: returns the factor of gradients while they are in FP16.
         """
         self.format, self._group = fmt, group
-        self._loss_scale: LossScale = loss_scale if fmt is FP16 else no_scale
+        self._loss_scale: ReadScale = loss_scale if fmt is FP16 else no_scale
 
     def begin(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Begin to average ``buffer`` in place; the result of the future is ``buffer``."""
@@ -153,7 +153,7 @@ def refuse_other_formats(roots: Iterable[Any], policy: Policy, *, reduces: bool 
                 )
 
 
-def set_hook(model: DistributedDataParallel, policy: Policy, loss_scale: LossScale = no_scale) -> None:
+def set_hook(model: DistributedDataParallel, policy: Policy, loss_scale: ReadScale = no_scale) -> None:
     """Register the communication hook that reduces in the policy's format, if it names one."""
     fmt = format_of_reduction(policy)
     if fmt is not None:

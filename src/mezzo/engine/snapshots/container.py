@@ -30,7 +30,7 @@ from torch import Tensor
 from mezzo.errors import HOW_TO_UPDATE, SnapshotError
 from mezzo.version import VERSION as MEZZO_VERSION
 
-VERSION = 3
+FILE_VERSION = 3
 KIND = "mezzo snapshot"
 MAX_HEADER_BYTES = 100 * 2**20
 _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -90,7 +90,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _fill(file: IO[bytes], tree: Any, tensors: Mapping[str, Tensor]) -> int:
-    metadata = {"kind": KIND, "version": str(VERSION), "crc32": _NO_CHECKSUM, "state": json.dumps(tree)}
+    metadata = {"kind": KIND, "version": str(FILE_VERSION), "crc32": _NO_CHECKSUM, "state": json.dumps(tree)}
     metadata["written_by"] = f"mezzo {MEZZO_VERSION}, torch {torch.__version__}"
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -193,12 +193,12 @@ def _json(path: Path, text: Any) -> Any:
 
 def _refuse_newer(path: Path, metadata: Mapping[str, Any]) -> None:
     version = str(metadata.get("version"))
-    if version.isascii() and version.isdigit() and len(version) < 9 and int(version) > VERSION:
+    if version.isascii() and version.isdigit() and len(version) < 9 and int(version) > FILE_VERSION:
         raise SnapshotError(
-            f"{str(path)!r} has version {int(version)}; this Mezzo reads up to {VERSION}",
+            f"{str(path)!r} has version {int(version)}; this Mezzo reads up to {FILE_VERSION}",
             hint=HOW_TO_UPDATE,
         )
-    if version != str(VERSION):
+    if version != str(FILE_VERSION):
         raise _refusal(path, f"its version is {version[:40]!r}")
 
 

@@ -185,7 +185,7 @@ class RefusedSnapshot(NamedTuple):
     why: str
 
 
-class Chosen(NamedTuple):
+class LoadedSnapshot(NamedTuple):
     """The snapshot that was loaded."""
 
     path: Path
@@ -194,7 +194,7 @@ class Chosen(NamedTuple):
     """Newer snapshots in the folder."""
 
 
-def load_newest(path: Path, load: Callable[[Any], None]) -> Chosen | None:
+def load_newest(path: Path, load: Callable[[Any], None]) -> LoadedSnapshot | None:
     """Load a snapshot, or the newest loadable one in a folder, like ``load_first``."""
     files = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
     return load_first([(file, functools.partial(contents_at, file)) for file in files], load, folder=path)
@@ -202,7 +202,7 @@ def load_newest(path: Path, load: Callable[[Any], None]) -> Chosen | None:
 
 def load_first(
     candidates: Sequence[tuple[Path, Callable[[], Any]]], load: Callable[[Any], None], *, folder: Path
-) -> Chosen | None:
+) -> LoadedSnapshot | None:
     """Load the first loadable of several snapshots; a warning names those before it. None if there are no candidates.
 
     Args:
@@ -226,7 +226,7 @@ def load_first(
         if refused:
             listed = "; ".join(f"{snapshot.path.name}: {snapshot.why}" for snapshot in refused)
             warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=3)
-        return Chosen(path, contents, refused)
+        return LoadedSnapshot(path, contents, refused)
     if not candidates:
         return None
     raise none_loaded(refused, f"in {str(folder)!r}")
@@ -276,7 +276,8 @@ def listing(folder: Path) -> Iterator[str]:
     except SnapshotError as error:
         yield f"the newest cannot be read: {error.message}"
         return
-    yield f"in {saved[0].path.relative_to(folder)}: {_position(contents.tree)}; file version {container.VERSION}, {contents.written_by}"
+    file = f"file version {container.FILE_VERSION}, {contents.written_by}"
+    yield f"in {saved[0].path.relative_to(folder)}: {_position(contents.tree)}; {file}"
     width = max(map(len, map(_shown, contents.tensors)), default=0)
     for name, tensor in contents.tensors.items():
         shape = "x".join(map(str, tensor.shape)) or "one number"

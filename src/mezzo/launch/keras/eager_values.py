@@ -29,7 +29,7 @@ from tensorflow.python.framework import op_callbacks, op_def_registry
 
 from mezzo.formats import FORMAT_NAMES, FP32
 from mezzo.launch.patches import Patches
-from mezzo.observe.nonfinite.evidence import Kind, Source, merge_sources
+from mezzo.observe.nonfinite.evidence import FaultSource, SourceKind, merge_sources
 from mezzo.records import Operand
 
 _FOREIGN = (
@@ -101,10 +101,10 @@ class EagerValues:
 
     def clear(self) -> None:
         """Discard what is known of the step."""
-        self.sources: list[Source] = []
-        self._causes: dict[int, tuple[Source, ...]] = {}
+        self.sources: list[FaultSource] = []
+        self._causes: dict[int, tuple[FaultSource, ...]] = {}
         """Why a tensor is not finite, by TensorFlow's number of it, which is never used twice."""
-        self._written: dict[int, tuple[Source, ...]] = {}
+        self._written: dict[int, tuple[FaultSource, ...]] = {}
         """Why a variable that the step has written is not finite, by the number of its handle."""
         self._known: set[int] = set()
         """The tensors that the step has computed or read."""
@@ -139,13 +139,13 @@ class EagerValues:
             op_callbacks.remove_op_callback(self._see)
         self.clear()
 
-    def causes(self, tensors: Iterable[Any]) -> list[Source]:
+    def causes(self, tensors: Iterable[Any]) -> list[FaultSource]:
         """Return why tensors, or TensorFlow's sparse gradients, are not finite."""
         parts = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors if t is not None]
         known = [self._causes.get(t._id, ()) for t in parts if hasattr(t, "_id")]
         return list(dict.fromkeys(source for causes in known for source in causes))
 
-    def of_weights(self) -> list[Source]:
+    def of_weights(self) -> list[FaultSource]:
         """Return why the variables that the step has written are not finite."""
         return list(dict.fromkeys(source for causes in self._written.values() for source in causes))
 
@@ -179,7 +179,7 @@ class EagerValues:
         kind: str,
         place: OperationInLayer,
         result: Any,
-        known: tuple[Source, ...],
+        known: tuple[FaultSource, ...],
         inputs: Sequence[Any],
         attrs: Sequence[Any],
         outputs: Sequence[Any],
@@ -204,7 +204,7 @@ class EagerValues:
         source.because = tuple(s for s in known if s.kind == "made")
         self._causes[result._id] = (source,)
 
-    def _causes_of(self, tensor: Any, place: OperationInLayer) -> tuple[Source, ...]:
+    def _causes_of(self, tensor: Any, place: OperationInLayer) -> tuple[FaultSource, ...]:
         """Return why an operand is not finite; one that the step did not compute came from outside."""
         number = tensor._id
         if number in self._known or number in self._causes or not _is_read(tensor):
@@ -269,14 +269,14 @@ class EagerValues:
     def _add(
         self,
         place: OperationInLayer,
-        kind: Kind,
+        kind: SourceKind,
         wide: float | None,
         read: Iterable[Any],
         fmt: str,
         *,
         parameter: bool = False,
-    ) -> Source:
-        source = Source(
+    ) -> FaultSource:
+        source = FaultSource(
             index=self._index,
             kind=kind,
             op=place.op,

@@ -25,8 +25,8 @@ from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
 from mezzo.observe.module_names import SCRIPT
-from mezzo.observe.settings import WIDE, AuditSettings, StopScript
-from mezzo.records import AuditRecord, CastTotal, Cause, Phase, Reason, RunRecord, WideProduct
+from mezzo.observe.settings import WIDE_FORMATS, AuditSettings, StopScript
+from mezzo.records import AuditRecord, CastTotal, Cause, PassKind, Reason, RunRecord, WideProduct
 
 _NUMBERED = re.compile(r"_\d+$")
 """The suffix by which TensorFlow tells scopes of the same name apart."""
@@ -129,7 +129,7 @@ class GraphAudit:
 
     # --- where an operation belongs ----------------------------------------------------------------------------------------------
 
-    def _place(self, parts: list[str]) -> tuple[str, Phase] | None:
+    def _place(self, parts: list[str]) -> tuple[str, PassKind] | None:
         """Return the layer and the phase of an operation; None if it belongs to no layer and no loss."""
         known = [(name, self._layer(name)) for name in parts]
         layers = [layer.name for _, layer in known if layer is not None]
@@ -156,7 +156,7 @@ class GraphAudit:
 
     def _cause(self, fmt: str, parts: list[str]) -> tuple[Cause, str] | None:
         """Return why a product ran in FP32 or wider; None if it did not."""
-        if fmt not in WIDE:
+        if fmt not in WIDE_FORMATS:
             return None
         if fmt == FP64.name:
             return "float64", "its operands are FP64"
@@ -168,7 +168,7 @@ class GraphAudit:
             return "excluded", f"the dtype policy of the layer is {layers[-1].dtype_policy.name}"
         return "off", f"the dtype policy is {layers[-1].dtype_policy.name}"
 
-    def _cast(self, op: Any, module: str, phase: Phase, variables: set[str]) -> None:
+    def _cast(self, op: Any, module: str, phase: PassKind, variables: set[str]) -> None:
         source, target = _format(op.inputs[0]), _format(op.outputs[0])
         if not (op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_floating):
             return
@@ -230,7 +230,7 @@ class GraphAudit:
         yield Reason(what="updates", value="not recorded", reason=why)
 
 
-def _gradient_of(op: Any, variables: set[str]) -> Phase:
+def _gradient_of(op: Any, variables: set[str]) -> PassKind:
     """Return which gradient a product of the backward pass computes."""
     if _OF_WEIGHT.search(op.type):
         return "wgrad"

@@ -23,7 +23,7 @@ from tensorflow.python.framework.ops import EagerTensor
 from mezzo.formats import STORED_BYTES
 from mezzo.launch.keras.state import reaches
 
-Shape = Sequence[int | None]
+StaticShape = Sequence[int | None]
 Attribute = Callable[[str], Any]
 See = Callable[[Any, str, set[str]], None]
 _BACKWARD = "gradient_tape/"

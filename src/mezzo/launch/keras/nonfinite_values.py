@@ -29,7 +29,7 @@ from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.keras.updates import LayerScale, PolicyScale
 from mezzo.launch.patches import Patches
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite.evidence import Evidence, Source, write_evidence
+from mezzo.observe.nonfinite.evidence import Evidence, FaultSource, write_evidence
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
 from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.records import RunRecord
@@ -64,11 +64,11 @@ class ObservedTensorFlow:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._of_losses: list[Source] = []
-        self._in_backward: list[Source] = []
-        self._in_update: list[Source] = []
+        self._of_losses: list[FaultSource] = []
+        self._in_backward: list[FaultSource] = []
+        self._in_update: list[FaultSource] = []
         self._has_loss = False
-        self._by_update: Source | None = None
+        self._by_update: FaultSource | None = None
         self._parts: dict[tuple[int, int], bool] = {}
         self._values.forward_begins()
 
@@ -202,14 +202,14 @@ class ObservedTensorFlow:
             self._by_update = self._blamed(inner, broken)
         return result
 
-    def _blamed(self, inner: Any, variable: Any) -> Source:
+    def _blamed(self, inner: Any, variable: Any) -> FaultSource:
         made = [source for source in self._values.of_weights() if source.in_update]
         eps = getattr(inner, "epsilon", None)
         fmt = FORMAT_NAMES.get(variable.dtype, FP32.name)
         zero = eps if eps is not None and 0 < eps <= FORMATS[fmt].min_subnormal / 2 else None
         layer = next((o for r in self._roots for _, o in _modules(r) if any(v is variable for v in o.variables)), None)
         first = made[0] if made else None
-        return Source(
+        return FaultSource(
             index=0 if first is None else first.index,
             kind="made",
             op=f"{type(inner).__name__}.step",

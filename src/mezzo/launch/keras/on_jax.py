@@ -120,7 +120,7 @@ class JaxBackend(Backend):
         self._keep_losses(passes, getattr(optimizer, "dynamic_scale", optimizer.loss_scale_factor))
         return is_scaled
 
-    def _keep_losses(self, passes: Sequence[BackwardPass], scale: Any) -> None:
+    def _keep_losses(self, passes: Sequence[DifferentiatedCall], scale: Any) -> None:
         """Keep the true losses of backward passes; ``scale`` is in those that the script scaled."""
         scale = getattr(scale, "value", scale)
         fresh = self._scaling.consume(passes)
@@ -339,7 +339,7 @@ _HINT = (
 
 
 @dataclass(kw_only=True)
-class BackwardPass:
+class DifferentiatedCall:
     """The gradients of one differentiated function."""
 
     value: Any
@@ -360,7 +360,7 @@ class JaxScaling:
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
-        self._passes: list[BackwardPass] = []
+        self._passes: list[DifferentiatedCall] = []
         self._optimizer: Any = None
         """The LossScaleOptimizer of the ``train_step`` being traced or run, if it is known."""
         self._scale: Any = None
@@ -432,7 +432,9 @@ class JaxScaling:
             if scale is not None and not by_script:
                 gradients = jax.tree.map(lambda g: _divided(g, scale), gradients)
             self._passes = [p for p in self._passes if not p.is_used][1 - _NUM_PASSES :]
-            self._passes.append(BackwardPass(value=value, by_script=by_script, gradients=jax.tree.leaves(gradients)))
+            self._passes.append(
+                DifferentiatedCall(value=value, by_script=by_script, gradients=jax.tree.leaves(gradients))
+            )
             self._run.has_backward = True
             return ((value, aux) if has_aux else value), gradients
 
@@ -446,7 +448,7 @@ class JaxScaling:
 
     # --- updates -----------------------------------------------------------------------------------------------------------------
 
-    def used(self, gradients: Sequence[Any]) -> list[BackwardPass]:
+    def used(self, gradients: Sequence[Any]) -> list[DifferentiatedCall]:
         """Return the backward passes that gave these gradients, as far as can be told: those themselves, or those of their shapes."""
         known = {id(g) for g in gradients if g is not None}
         shapes = _shapes(gradients)
@@ -456,14 +458,14 @@ class JaxScaling:
             or list(self._passes)
         )
 
-    def consume(self, passes: Sequence[BackwardPass]) -> list[BackwardPass]:
+    def consume(self, passes: Sequence[DifferentiatedCall]) -> list[DifferentiatedCall]:
         """Return the passes that no update has used, and record that one has."""
         fresh = [p for p in passes if not p.is_used]
         for backward in passes:
             backward.is_used, backward.gradients = True, []
         return fresh
 
-    def is_scaled(self, optimizer: Any, passes: Sequence[BackwardPass]) -> bool:
+    def is_scaled(self, optimizer: Any, passes: Sequence[DifferentiatedCall]) -> bool:
         """Return whether gradients include the optimizer's scale.
 
         Raises:

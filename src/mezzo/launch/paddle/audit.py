@@ -29,9 +29,9 @@ from mezzo.launch.paddle.tape import StepObserver, Tape, TapedOperation
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
 from mezzo.observe.audit.merged import AuditRow, ProductShape, grouped, largest
-from mezzo.observe.settings import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE, AuditSettings
+from mezzo.observe.settings import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE_FORMATS, AuditSettings
 from mezzo.policy import PRESETS
-from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, Phase, Reason, RunRecord, WideProduct
+from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, PassKind, Reason, RunRecord, WideProduct
 
 
 class Audit(StepObserver):
@@ -145,7 +145,7 @@ class Audit(StepObserver):
             self._open_rows += [(layer, of_gradient(row, weight=weight)) for weight in are_weights]
 
     def _cause(self, operation: TapedOperation, fmt: str) -> tuple[Cause, str] | None:
-        if fmt not in WIDE:
+        if fmt not in WIDE_FORMATS:
             return None
         if fmt == FP64.name:
             return "float64", "its operands are FP64, and FP64 is never cast"
@@ -160,7 +160,7 @@ class Audit(StepObserver):
             return "off", "it runs outside any layer and auto_cast region"
         return "list", f"the policy does not list {public_name(operation.name)} in lower precision"
 
-    def _phase(self, operation: TapedOperation) -> Phase:
+    def _phase(self, operation: TapedOperation) -> PassKind:
         if self._updating:
             return "optimizer"
         if operation.backward:
@@ -199,7 +199,7 @@ class Audit(StepObserver):
         )
         self._open_casts.append((operation.layer, cast))
         if not tensor.stop_gradient and paddle.is_grad_enabled():
-            phase: Phase = "wgrad" if weight else "dgrad"
+            phase: PassKind = "wgrad" if weight else "dgrad"
             back = cast.model_copy(update={"of": "gradient", "source": target, "target": source, "phase": phase})
             self._open_casts.append((operation.layer, back))
 
@@ -289,7 +289,7 @@ _GAINS = {
 
 def findings(rows: Sequence[Audited]) -> list[Finding]:
     """Return the findings on audited operations, the largest share first."""
-    lowers = any(row.flops and row.format not in WIDE for row in rows)
+    lowers = any(row.flops and row.format not in WIDE_FORMATS for row in rows)
     found = [
         _of(rows, "A102" if lowers else "A101", lambda r: _wide_by(r, "off")),
         _of(rows, "A103", lambda r: _wide_by(r, "excluded")),
@@ -308,7 +308,7 @@ def _wide_by(row: Audited, cause: Cause) -> bool:
 
 def _has(row: Audited, *kinds: str) -> bool:
     """Return whether a 16-bit product has a problem of one of these kinds."""
-    problems = () if row.shape is None or row.format in WIDE else row.shape.problems
+    problems = () if row.shape is None or row.format in WIDE_FORMATS else row.shape.problems
     return any(kind in problems for kind in kinds)
 
 

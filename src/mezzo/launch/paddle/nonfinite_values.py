@@ -24,10 +24,10 @@ from mezzo.launch.paddle.tape import StepObserver, Tape, TapedOperation, tensors
 from mezzo.launch.patches import Patches
 from mezzo.observe.nonfinite.evidence import (
     Evidence,
+    FaultSource,
     GradientErrors,
     Harmless,
-    Kind,
-    Source,
+    SourceKind,
     WrongGradient,
     write_evidence,
 )
@@ -206,7 +206,7 @@ def gradient_errors(
     passes: Sequence[ReplayedPass],
     weights: Sequence[Any],
     fmt: Format,
-    sources: tuple[Source, ...],
+    sources: tuple[FaultSource, ...],
 ) -> GradientErrors | None:
     """Return which gradients of ``weights`` the range of ``fmt`` made wrong; None if the step has no finite gradients.
 
@@ -242,7 +242,7 @@ def gradient_errors(
 
 
 def _compared(
-    actual: dict[int, Any], true: dict[int, Any], weights: dict[int, Any], fmt: Format, sources: tuple[Source, ...]
+    actual: dict[int, Any], true: dict[int, Any], weights: dict[int, Any], fmt: Format, sources: tuple[FaultSource, ...]
 ) -> tuple[list[WrongGradient], float, float]:
     """Return the gradients that are wrong, the share of elements that became 0, and the norm of the true gradients."""
     wrong, num_zeros, num_nonzero, norms = [], 0, 0, [0.0]
@@ -298,8 +298,8 @@ class ValueFollower:
         self._reset()
 
     def _reset(self) -> None:
-        self.sources: list[Source] = []
-        self.causes: dict[int, tuple[Source, ...]] = {}
+        self.sources: list[FaultSource] = []
+        self.causes: dict[int, tuple[FaultSource, ...]] = {}
         """Why a tensor is not finite, by its id; the tape keeps all tensors alive."""
         self._computed: set[int] = set()
         """Ids of the tensors that the step has computed."""
@@ -330,12 +330,12 @@ class ValueFollower:
         """The format that the policy rounds to."""
         return FP32 if self._run.policy is None else self._run.policy.storage
 
-    def of_losses(self, losses: Iterable[Any]) -> list[Source]:
+    def of_losses(self, losses: Iterable[Any]) -> list[FaultSource]:
         """Return what made the losses infinite or NaN."""
         return list(dict.fromkeys(source for loss in losses for source in self.causes.get(id(loss), ())))
 
     @property
-    def in_backward(self) -> list[Source]:
+    def in_backward(self) -> list[FaultSource]:
         """What made gradients infinite or NaN."""
         return [source for source in self.sources if source.backward and source.kind != "vanished"]
 
@@ -368,7 +368,7 @@ class ValueFollower:
             self._readers.setdefault(id(tensor), []).append(operation)
             self._hook_leaf(tensor)
 
-    def _causes_of(self, operation: TapedOperation, tensor: Any) -> tuple[Source, ...]:
+    def _causes_of(self, operation: TapedOperation, tensor: Any) -> tuple[FaultSource, ...]:
         """Return why an operand is not finite; one that the step did not compute came from outside."""
         if id(tensor) in self.causes or id(tensor) in self._computed or id(tensor) in self._checked:
             return self.causes.get(id(tensor), ())
@@ -380,7 +380,7 @@ class ValueFollower:
         self.causes[id(tensor)] = (source,)
         return self.causes[id(tensor)]
 
-    def _judge(self, operation: TapedOperation, result: Any, raw: Survey | None, known: list[Source]) -> None:
+    def _judge(self, operation: TapedOperation, result: Any, raw: Survey | None, known: list[FaultSource]) -> None:
         if not result.is_floating_point() or operation.name.startswith("empty"):  # uninitialised memory
             return
         if raw is not None and raw.overflows and not known:
@@ -497,7 +497,7 @@ class ValueFollower:
 
     # --- sources ---------------------------------------------------------------------------------------------------------------------
 
-    def _overflow(self, operation: TapedOperation, lost: Survey, *, name: str = "", read: list[Any]) -> Source:
+    def _overflow(self, operation: TapedOperation, lost: Survey, *, name: str = "", read: list[Any]) -> FaultSource:
         return self._add(operation, "made", lost.largest, name=name, read=read, fmt=self.format.name)
 
     def _backward(self, operation: TapedOperation, lost: Survey | None) -> None:
@@ -518,7 +518,7 @@ class ValueFollower:
     def _add(
         self,
         operation: TapedOperation,
-        kind: Kind,
+        kind: SourceKind,
         wide: float | None,
         *,
         name: str = "",
@@ -526,8 +526,8 @@ class ValueFollower:
         fmt: str = FP32.name,
         backward: bool = False,
         parameter: bool = False,
-    ) -> Source:
-        source = Source(
+    ) -> FaultSource:
+        source = FaultSource(
             index=self.tape.next_index(),
             kind=kind,
             op=name or public_name(operation.name),

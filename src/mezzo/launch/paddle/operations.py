@@ -29,10 +29,10 @@ from mezzo.launch.paddle.tape import tensors
 from mezzo.launch.patches import Patches
 from mezzo.records import Effective, Memory
 
-Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
+CountCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
 
 
-class Operations:
+class OperationPatches:
     """The patches that round and count operations."""
 
     def __init__(self, run: PaddleRun) -> None:
@@ -159,7 +159,7 @@ def _recurrent(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
 _POSITIONS = {"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "rnn": (0, 2)}
 """Positions of a product's two operands among the arguments, if not the first two."""
 
-_COUNTS: dict[str, Count] = {
+_COUNTS: dict[str, CountCall] = {
     "matmul": _matmul,
     "linear": _product,
     "linear_v2": _product,
@@ -188,7 +188,7 @@ _COUNTS: dict[str, Count] = {
 class CountedStep:
     """The counts of one step's operations and bytes."""
 
-    def __init__(self, run: PaddleRun, operations: Operations, passes: BackwardPasses) -> None:
+    def __init__(self, run: PaddleRun, operations: OperationPatches, passes: BackwardPasses) -> None:
         self._run, self._operations, self._passes = run, operations, passes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None

@@ -250,10 +250,10 @@ class ListedFormats(Listener):
         return not decisive or any(self._wide.get(id(t), (t, True))[1] for t in decisive)
 
 
-Table: TypeAlias = npt.NDArray[np.int64]
+CountTable: TypeAlias = npt.NDArray[np.int64]
 
 
-def counted(values: npt.NDArray[Any]) -> Table:
+def counted(values: npt.NDArray[Any]) -> CountTable:
     """Return the counts of ``values`` by exponent and cell; FP64 is rounded to FP32 first."""
     with np.errstate(over="ignore", under="ignore"):
         magnitudes = np.abs(values.astype(np.float32).ravel())
@@ -273,10 +273,10 @@ class Tally:
     """Tables by name; those of the open step are separate until ``keep``."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, Table] = {}
-        self._open: dict[Any, Table] = {}
+        self.kept: dict[Any, CountTable] = {}
+        self._open: dict[Any, CountTable] = {}
 
-    def add(self, key: Any, table: Table) -> None:
+    def add(self, key: Any, table: CountTable) -> None:
         """Add counts of the open step under ``key``."""
         self._open[key] = self._open.get(key, 0) + table
 

@@ -103,7 +103,7 @@ def operand(tensor: Any) -> Operand:
 #   one, leaves FP16's 10 mantissa bits, rounded to nearest, ties to even;
 # * multiplying by ``2**112`` and back makes 65536 and more infinite, and is exact below.
 
-Array: TypeAlias = npt.NDArray[np.float32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 _EXPONENT, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 _LOWEST, _HIGHEST = np.float32(FP16.min_normal), np.float32(2.0 ** (FP16.bias + 1))
@@ -125,7 +125,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def round_to_fp16(values: Array, out: Array) -> None:
+def round_to_fp16(values: Float32Array, out: Float32Array) -> None:
     """Write FP32 ``values`` rounded to FP16 into ``out``, as FP32: nearest, ties to even, infinite from 65520 on, subnormals kept.
 
     Both are contiguous, one-dimensional and of the same size.
@@ -135,7 +135,7 @@ def round_to_fp16(values: Array, out: Array) -> None:
             _round_piece(values[start : start + _PIECE], out[start : start + _PIECE])
 
 
-def _round_piece(values: Array, out: Array) -> None:
+def _round_piece(values: Float32Array, out: Float32Array) -> None:
     bits, value_bits = _scratch.bits[: values.size], values.view(np.uint32)
     magic = bits.view(np.float32)
     np.bitwise_and(value_bits, _EXPONENT, out=bits)
@@ -182,7 +182,7 @@ def _on_cpu(tensor: Any) -> Any:
     return result
 
 
-def _values(tensor: Any, count: int) -> Array:
+def _values(tensor: Any, count: int) -> Float32Array:
     """Return the values of a contiguous FP32 tensor on the CPU without a copy; DLPack would take ten times as long."""
     return np.frombuffer(memoryview((ctypes.c_float * count).from_address(tensor.data_ptr())), np.float32)
 

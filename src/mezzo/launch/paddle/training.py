@@ -20,7 +20,7 @@ from mezzo.formats import FP32
 from mezzo.frameworks.paddle import explain_run, to_paddle
 from mezzo.launch.any_script import Shift, shift_python
 from mezzo.launch.paddle.backward import BackwardPasses, Updates
-from mezzo.launch.paddle.operations import CountedStep, Operations
+from mezzo.launch.paddle.operations import CountedStep, OperationPatches
 from mezzo.launch.paddle.state import PaddleRun, mapped, this_device
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.paddle.tape import StepObserver, refuse_static_graphs
@@ -45,7 +45,7 @@ def training(
         observe: settings of the observer; with one, formats and bytes are not counted.
     """
     run, patches = PaddleRun(policy), Patches()
-    operations, passes, regions = Operations(run), BackwardPasses(run), ForwardRegions(run)
+    operations, passes, regions = OperationPatches(run), BackwardPasses(run), ForwardRegions(run)
     counted = CountedStep(run, operations, passes)
     try:
         if seed is not None:

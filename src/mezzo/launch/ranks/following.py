@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mezzo.children.signals import GRACE_S, Stop, Stopped, stoppable
+from mezzo.children.signals import SIGNAL_GRACE_S, Stop, Stopped, stoppable
 from mezzo.launch.ranks.blame import take_position
 from mezzo.launch.ranks.launched import REASON
 from mezzo.launch.ranks.leading import POLL_S
@@ -59,7 +59,7 @@ def _follow(meeting: Meeting, stop: Stop) -> tuple[int, Path | None]:
             REASON.tell("rank 0: its process vanished", rank=0)
             return stop.exit_code or _WITHOUT_LEADER, _record_for_leader(meeting, number - 1, why=REASON.text)
         if stop.stopped:  # rank 0 received the signal as well, and reports when the records are written
-            end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
+            end_s = min(end_s, time.monotonic() + 3 * SIGNAL_GRACE_S)
         if time.monotonic() > end_s:
             return stop.exit_code, None
         time.sleep(POLL_S)

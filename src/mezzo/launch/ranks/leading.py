@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mezzo.children.signals import GRACE_S, stoppable
+from mezzo.children.signals import SIGNAL_GRACE_S, stoppable
 from mezzo.errors import RecordError
 from mezzo.launch.ranks.blame import ProcessEnd, blamed, take_position
 from mezzo.launch.ranks.launched import PADDLE_STORE, REASON
@@ -199,7 +199,7 @@ class Leader:
             while len(run.ended) + len(run.vanished) < len(self._meeting.others):
                 self._over(run)
                 if stop.stopped and end_s is None:  # their launcher, or the terminal, has sent them the signal too
-                    end_s = time.monotonic() + GRACE_S
+                    end_s = time.monotonic() + SIGNAL_GRACE_S
                 if stop.stopped and end_s is not None and time.monotonic() > end_s:
                     self._stop(run)
                 if run.stopped and end_s is None:

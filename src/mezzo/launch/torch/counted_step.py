@@ -32,7 +32,7 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
-from mezzo.measure.flops import COUNTS, Counted, FlopCounter, effective, is_narrow
+from mezzo.measure.flops import FLOP_COUNTS, Counted, FlopCounter, effective, is_narrow
 from mezzo.measure.memory import CudaPeaks
 from mezzo.measure.watch.verdict import OperationTimes, OperationWork
 from mezzo.records import Effective, Memory
@@ -367,7 +367,7 @@ def counts_of(graph: torch.fx.GraphModule) -> GraphCounts:
             operations.append(GraphOperation(node.target, args, result))
             continue
         num_lowered += any(map(is_narrow, tree_leaves(traced)))
-        if node.target.overloadpacket in COUNTS:
+        if node.target.overloadpacket in FLOP_COUNTS:
             uncounted[node.target.overloadpacket.__name__] = "its sizes depend on values"
     return GraphCounts(operations, uncounted, num_lowered)
 

@@ -33,7 +33,7 @@ _FP16 = FP16.dtype
 _LIMITS = ("max_norm", "clip_value")
 _CHECKPOINTS = "torch.distributed.checkpoint"
 
-Listener = Callable[..., Any]
+OnCall = Callable[..., Any]
 
 
 def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
@@ -66,7 +66,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.on_undo(lint.close)
 
 
-def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -> Listener:
+def _until_over(lint: Lint, name: str, listener: OnCall, original: OnCall) -> OnCall:
     """Report calls of a GradScaler that the policy has turned off, until the first updates have been checked.
 
     Calls of a GradScaler that is on are checked to the end: in a steady run by ``steady_state``.
@@ -82,7 +82,7 @@ def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -
     return called
 
 
-def _restore(owner: Any, name: str, replacement: Listener, original: Listener) -> None:
+def _restore(owner: Any, name: str, replacement: OnCall, original: OnCall) -> None:
     """Let calls go straight to ``original``, unless another tool has replaced the method since."""
     if vars(owner)[name] is replacement:
         setattr(owner, name, original)
@@ -96,40 +96,40 @@ def _created(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **
     lint.scalers.created(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
 
 
-def _scale(lint: Lint, original: Listener, self: Any, outputs: Any) -> Any:
+def _scale(lint: Lint, original: OnCall, self: Any, outputs: Any) -> Any:
     scaled = original(self, outputs)
     if not torch.compiler.is_compiling():
         lint.scalers.scale(self, scaled)
     return scaled
 
 
-def _unscale(lint: Lint, original: Listener, self: Any, optimizer: Any) -> Any:
+def _unscale(lint: Lint, original: OnCall, self: Any, optimizer: Any) -> Any:
     with lint.scaler_unscales(self, optimizer):
         return original(self, optimizer)
 
 
-def _step(lint: Lint, original: Listener, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _step(lint: Lint, original: OnCall, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     with lint.scaler_steps(self, optimizer):
         return original(self, optimizer, *args, **kwargs)
 
 
-def _update(lint: Lint, original: Listener, self: Any, new_scale: Any = None) -> Any:
+def _update(lint: Lint, original: OnCall, self: Any, new_scale: Any = None) -> Any:
     lint.scalers.update(self, new_scale)
     return original(self, new_scale)
 
 
-def _get_scale(lint: Lint, original: Listener, self: Any) -> Any:
+def _get_scale(lint: Lint, original: OnCall, self: Any) -> Any:
     value = original(self)
     lint.scalers.get_scale(self, value)
     return value
 
 
-def _state_taken(lint: Lint, original: Listener, self: Any) -> Any:
+def _state_taken(lint: Lint, original: OnCall, self: Any) -> Any:
     lint.checkpoints.state_taken(self)
     return original(self)
 
 
-def _save(lint: Lint, original: Listener, obj: Any, *args: Any, **kwargs: Any) -> Any:
+def _save(lint: Lint, original: OnCall, obj: Any, *args: Any, **kwargs: Any) -> Any:
     lint.saves(obj)
     return original(obj, *args, **kwargs)
 
@@ -139,7 +139,7 @@ def _report_distributed(lint: Lint, patches: Patches) -> None:
         patches.around(sys.modules[_CHECKPOINTS], name, functools.partial(_save, lint))
 
 
-_LISTENERS: dict[str, Listener] = {
+_LISTENERS: dict[str, OnCall] = {
     "scale": _scale,
     "unscale_": _unscale,
     "step": _step,
@@ -151,7 +151,7 @@ _LISTENERS: dict[str, Listener] = {
 # --- autocast ----------------------------------------------------------------------------------------------------------------
 
 
-def _init_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
+def _init_reporting(lint: Lint, as_is: bool, original: OnCall) -> OnCall:
     """Record the region that the script requests: a policy may open another one instead."""
 
     @functools.wraps(original)
@@ -166,7 +166,7 @@ def _init_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
     return init
 
 
-def _enter_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
+def _enter_reporting(lint: Lint, as_is: bool, original: OnCall) -> OnCall:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
         if lint.over:
@@ -187,7 +187,7 @@ def _enter_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
 # --- gradients and weights ---------------------------------------------------------------------------------------------------
 
 
-def _clip_reporting(lint: Lint, original: Listener) -> Listener:
+def _clip_reporting(lint: Lint, original: OnCall) -> OnCall:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -207,7 +207,7 @@ def _number(limit: Any) -> float:
     return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
 
 
-def _zero_grad_reporting(lint: Lint, owner: type, original: Listener) -> Listener:
+def _zero_grad_reporting(lint: Lint, owner: type, original: OnCall) -> OnCall:
     """Report ``zero_grad`` of an optimizer or a model while gradients are checked; after that, calls go straight to torch."""
 
     @functools.wraps(original)

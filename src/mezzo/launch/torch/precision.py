@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo import oplists
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.matrix_units import fp8_torchao
+from mezzo.engine.matrix_units import native_units
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.engine.session_guard import policy_note
 from mezzo.errors import PolicyError, UnsupportedFormatError
@@ -136,8 +136,8 @@ class ScriptPrecision:
     def _use_fp8_units(self, module: nn.Module, policy: Policy, device_type: str) -> None:
         casting = self.casting(device_type)
         if policy.compute == "fp8" and casting is not None and not casting.emulates:
-            fp8_torchao.convert([module], policy)
-            for choice in fp8_torchao.layer_choices([module], policy, emulated=False)[1:]:
+            native_units.convert([module], policy)
+            for choice in native_units.layer_choices([module], policy, emulated=False)[1:]:
                 self._notes.note_left_alone(choice.what, choice.value, choice.reason)
 
     def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:

@@ -29,7 +29,7 @@ from mezzo.launch.request import TraceRequest
 from mezzo.launch.torch import digests
 from mezzo.launch.torch.digests import ScriptState, is_below, is_own_file, script_folder, text_digest
 from mezzo.launch.torch.state import TorchRun
-from mezzo.measure.state_trace import Point, Written, line_of
+from mezzo.measure.state_trace import Point, WrittenFile, line_of
 
 
 class StateTrace:
@@ -165,7 +165,7 @@ class StateTrace:
     def _wrote(self, path: str, *, is_checkpoint: bool) -> None:
         if os.getpid() == self._process:
             updates = self._run.update.num_updates
-            self._write("wrote", Written(path=path, updates=updates, is_checkpoint=is_checkpoint))
+            self._write("wrote", WrittenFile(path=path, updates=updates, is_checkpoint=is_checkpoint))
 
     def _write(self, kind: str, entry: Any) -> None:
         os.write(self._file, line_of(kind, entry).encode())
@@ -246,7 +246,7 @@ _MAX_FILES = 1000
 _IGNORED = ("/dev/", "/proc/", "/sys/")
 
 
-class Listener(Protocol):
+class FileListener(Protocol):
     """A function that is called with each file that the script writes."""
 
     def __call__(self, path: str, *, is_checkpoint: bool) -> None:
@@ -256,7 +256,7 @@ class Listener(Protocol):
 class FilesWritten:
     """The files that a run writes."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: FileListener) -> None:
         self._listener, self._num, self._calling = listener, 0, False
 
     def install(self, patches: Patches) -> None:

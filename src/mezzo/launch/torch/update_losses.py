@@ -33,7 +33,7 @@ from torch import Tensor
 from mezzo.engine.gradients import ACCUMULATES, trained_leaves
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.script_objects import ScriptObjects
-from mezzo.observe.lint.losses import UNKNOWN, TracedLoss, factor_of_product, loss_of
+from mezzo.observe.lint.losses import UNKNOWN_LOSS, TracedLoss, factor_of_product, loss_of
 from mezzo.observe.source_lines import own_place
 from mezzo.records import Reason
 
@@ -131,7 +131,7 @@ class UpdateLosses:
         self._before = _marks(trained)
         if not first:
             self._note_cleared(trained)
-        loss = loss_of(roots[0], ()) if len(roots) == 1 else UNKNOWN
+        loss = loss_of(roots[0], ()) if len(roots) == 1 else UNKNOWN_LOSS
         if self._update.scaled_by_script and loss.factors:
             loss = loss._replace(factors=loss.factors[1:])
         self._passes.append(

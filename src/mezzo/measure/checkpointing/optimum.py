@@ -28,8 +28,8 @@ MOST_LABELS = 2000
 _SMALLEST_SHARE = 0.002
 """A module that would free less than this share of all that is saved is no candidate."""
 
-Chosen: TypeAlias = tuple[tuple[str, Keeps | None], ...]
-State: TypeAlias = tuple[frozenset[int], Chosen]
+KeptStorages: TypeAlias = tuple[tuple[str, Keeps | None], ...]
+PlanState: TypeAlias = tuple[frozenset[int], KeptStorages]
 """The basis of a label's future: storages kept that occur later, and choices for modules that are called again."""
 
 
@@ -176,7 +176,7 @@ class Paths:
         Raises:
             TooManyLabels: there are more labels than ``MOST_LABELS`` at one position.
         """
-        at: dict[int, dict[State, list[Label]]] = {position: {} for position in self._positions}
+        at: dict[int, dict[PlanState, list[Label]]] = {position: {} for position in self._positions}
         at[0] = {(frozenset(), ()): [Label(0, 0, None)]}
         for begin, end in zip(self._positions[:-1], self._positions[1:], strict=True):
             states = {state: self._undominated(labels) for state, labels in at.pop(begin).items()}
@@ -208,7 +208,7 @@ class Paths:
         return kept
 
     def _extend_plainly(
-        self, state: State, labels: list[Label], begin: int, end: int, target: dict[State, list[Label]]
+        self, state: PlanState, labels: list[Label], begin: int, end: int, target: dict[PlanState, list[Label]]
     ) -> None:
         chosen = dict(state[1])
         for candidate in self._starting_at[begin]:
@@ -225,11 +225,11 @@ class Paths:
 
     def _jump(
         self,
-        state: State,
+        state: PlanState,
         labels: list[Label],
         candidate: CheckpointCandidate,
         keeps: Keeps,
-        target: dict[State, list[Label]],
+        target: dict[PlanState, list[Label]],
     ) -> None:
         chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
         # No checkpoint within a checkpoint: neither a call inside this one, nor one that begins here and encloses it.
@@ -249,7 +249,7 @@ class Paths:
             if label.kept_bytes + added + resaved <= self._budget
         )
 
-    def _state(self, kept: frozenset[int], chosen: dict[str, Keeps | None], position: int) -> State:
+    def _state(self, kept: frozenset[int], chosen: dict[str, Keeps | None], position: int) -> PlanState:
         needed_later = frozenset(storage for storage in kept if self._last_use.get(storage, -1) >= position)
         return needed_later, tuple(sorted((n, k) for n, k in chosen.items() if self._last_call[n] >= position))
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.checkpointing import PRODUCTS
+from mezzo.engine.checkpointing import PRODUCT_OVERLOADS
 from mezzo.engine.matrix_units.emulation_nodes import inner_memory
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
@@ -255,7 +255,7 @@ class _Tracer:
     def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operation, and what it changed in place."""
         found = operations_of(func, args, kwargs, result, "forward", "")
-        is_product = func in PRODUCTS
+        is_product = func in PRODUCT_OVERLOADS
         if func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._own_storages:
             self._casts.add(self._number(result))
         if found:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
-from mezzo.measure.predict.names import LIBRARIES
+from mezzo.measure.predict.names import MODEL_LIBRARIES
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -59,7 +59,7 @@ def named_model(text: str, *, image: int | None = None, sequence: int | None = N
         UsageError: there is no such library or model, or the size does not belong to it.
     """
     library, _, name = text.partition(":")
-    if library not in LIBRARIES or not name:
+    if library not in MODEL_LIBRARIES or not name:
         raise UsageError(
             f"--model {text!r} does not name a library and a model",
             hint="write timm:resnet50, torchvision:vgg16 or transformers:gpt2",

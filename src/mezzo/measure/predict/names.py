@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-LIBRARIES = ("timm", "torchvision", "transformers")
-OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
-Shard = Literal["ddp", "fsdp"]
-SHARDS: tuple[Shard, ...] = ("ddp", "fsdp")
+MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
+OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
+Sharding = Literal["ddp", "fsdp"]
+SHARDS: tuple[Sharding, ...] = ("ddp", "fsdp")

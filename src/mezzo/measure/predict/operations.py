@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.half import HALF
 from mezzo.formats import format_of
-from mezzo.measure.flops import COUNTS
-from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
+from mezzo.measure.flops import FLOP_COUNTS
+from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase
 
 aten: Any = torch.ops.aten
 _FREE = frozenset(
@@ -49,7 +49,9 @@ _NORMS = {
 """Normalisations over the batch, with the place of their input."""
 
 
-def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, module: str) -> list[CostedOperation]:
+def operations_of(
+    func: Any, args: Any, kwargs: Any, result: Any, phase: TapePhase, module: str
+) -> list[CostedOperation]:
     """Return what ``func`` computes; empty for an operation that computes nothing."""
     packet = func.overloadpacket
     if packet in _FREE or func.is_view or func.namespace == "prim":
@@ -65,7 +67,7 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, 
     read = inputs[1:] if packet in _OVERWRITES else inputs
     if packet in _READS_WHAT_IT_WRITES:
         read = [*inputs[1:], *outputs]
-    count = COUNTS.get(packet)
+    count = FLOP_COUNTS.get(packet)
     return [
         CostedOperation(
             name=packet.__name__,
@@ -81,7 +83,7 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, 
 
 
 def _convolution_backward(
-    args: Sequence[Any], result: Sequence[Tensor | None], form: str, phase: Phase, module: str
+    args: Sequence[Any], result: Sequence[Tensor | None], form: str, phase: TapePhase, module: str
 ) -> list[CostedOperation]:
     grad, x, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
     forward = _convolved(x.shape, weight.shape, grad.shape, transposed, groups)
@@ -91,7 +93,7 @@ def _convolution_backward(
         "convolution_input_gradient": (
             result[0],
             weight,
-            Shape(
+            ProductSize(
                 forward.products,
                 x.shape[0] * math.prod(x.shape[2:]),
                 x.shape[1] // groups,
@@ -102,7 +104,7 @@ def _convolution_backward(
         "convolution_weight_gradient": (
             result[1],
             x,
-            Shape(forward.products, forward.columns, forward.depth, forward.rows, forward.window),
+            ProductSize(forward.products, forward.columns, forward.depth, forward.rows, forward.window),
         ),
     }
     found = []
@@ -125,35 +127,35 @@ def _convolution_backward(
     return found
 
 
-def _shape(packet: Any, args: Any, result: Any) -> Shape:
+def _shape(packet: Any, args: Any, result: Any) -> ProductSize:
     found = _SHAPES.get(packet)
     if found is not None:
         return found(args, result)
     if packet in _NORMS:
         x = args[_NORMS[packet]]
-        return Shape(1, x.shape[1], x.numel() // x.shape[1], 0)
-    return Shape()
+        return ProductSize(1, x.shape[1], x.numel() // x.shape[1], 0)
+    return ProductSize()
 
 
-def _product(a: Tensor, b: Tensor) -> Shape:
+def _product(a: Tensor, b: Tensor) -> ProductSize:
     if a.dim() < 2 or b.dim() < 2:
-        return Shape(1, a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1, a.shape[-1])
-    return Shape(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1])
+        return ProductSize(1, a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1, a.shape[-1])
+    return ProductSize(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1])
 
 
-def _convolved(x: Sequence[int], weight: Sequence[int], y: Sequence[int], transposed: bool, groups: int) -> Shape:
+def _convolved(x: Sequence[int], weight: Sequence[int], y: Sequence[int], transposed: bool, groups: int) -> ProductSize:
     window = math.prod(weight[2:])
     if transposed:  # the gradient of a convolution from y to x
         rows = x[0] * math.prod(x[2:])
-        return Shape(groups, rows, weight[1] * window, weight[0] // groups, window)
-    return Shape(groups, y[0] * math.prod(y[2:]), weight[0] // groups, weight[1] * window, window)
+        return ProductSize(groups, rows, weight[1] * window, weight[0] // groups, window)
+    return ProductSize(groups, y[0] * math.prod(y[2:]), weight[0] // groups, weight[1] * window, window)
 
 
-def _attended(q: Tensor, k: Tensor) -> Shape:
-    return Shape(math.prod(q.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1])
+def _attended(q: Tensor, k: Tensor) -> ProductSize:
+    return ProductSize(math.prod(q.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1])
 
 
-_SHAPES: dict[Any, Callable[[Any, Any], Shape]] = {
+_SHAPES: dict[Any, Callable[[Any, Any], ProductSize]] = {
     aten.mm: lambda a, _: _product(a[0], a[1]),
     aten.mv: lambda a, _: _product(a[0], a[1]),
     aten.bmm: lambda a, _: _product(a[0], a[1]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,14 @@ from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.sharding import GpuGroup
-from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
+from mezzo.measure.predict.step import (
+    ALONE,
+    Conditions,
+    PredictedStep,
+    module_shares,
+    seconds_by_module,
+    shares_by_kind,
+)
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps
 from mezzo.measure.predict.tape_memory import (
     CUBLAS_WORKSPACE_BYTES,
@@ -22,13 +29,11 @@ from mezzo.measure.predict.tape_memory import (
     predict_memory,
 )
 from mezzo.measure.predict.time import HALF_FORMATS, fitted
-from mezzo.policy import canonical
-from mezzo.records import Prediction
+from mezzo.policy import PRESETS, canonical
+from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
-HEADROOM = 0.13
+MEMORY_HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
-PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
-"""Policies that can be predicted."""
 _WORTH, _EVEN = 1.15, 1.03
 _MOST = 1 << 24
 """The largest batch that is tried."""
@@ -101,7 +106,7 @@ def predict(
     Args:
         tapes: by recorded policy; FP32's must be there.
         gpu: the GPU.
-        policy: one of ``PREDICTED``.
+        policy: the name of a preset.
         batch: the batch size.
         channels_last: whether images are stored channels-last.
         job: how many GPUs train together; ``batch`` is that of each.
@@ -275,7 +280,7 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
     gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
-        return _fits(tapes, batch, conditions, policy, headroom=HEADROOM)
+        return _fits(tapes, batch, conditions, policy, headroom=MEMORY_HEADROOM)
 
     if tapes.second is None:
         return None
@@ -300,6 +305,85 @@ def check_policies(names: Sequence[str]) -> list[str]:
     """
     found = [canonical(name) for name in names]
     for name in found:
-        if name not in PREDICTED:
-            raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PREDICTED))
+        if name not in PRESETS:
+            raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PRESETS))
     return list(dict.fromkeys(found))
+
+
+# --- One prediction in detail: throughput over batch sizes, memory over the step, and the time of each module -------------------
+
+_POINTS = 200
+_MOST_MODULES = 400
+_SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+
+
+def detail_of(
+    tapes: Mapping[str, Tapes], best: Prediction, others: Sequence[Prediction], *, batch: int, conditions: Conditions
+) -> PredictionDetail:
+    """Return the details of ``best``, with the curves of ``others`` on the same GPU."""
+    tape = tapes[recorded_as(best.policy)].at(batch)
+    return PredictionDetail(
+        gpu=best.gpu,
+        policy=best.policy,
+        checkpoint=best.checkpoint,
+        limit_bytes=conditions.gpu.memory_bytes - DRIVER_BYTES,
+        curves=[_curve(tapes[recorded_as(one.policy)], one, conditions) for one in others],
+        timeline=timeline(conditions.job.tape_of_rank(tape), matrix_formats(conditions.gpu, best.policy)),
+        modules=module_times(conditions.covering(best.policy).step(tape, best.policy)),
+    )
+
+
+def _curve(tapes: Tapes, one: Prediction, conditions: Conditions) -> BatchCurve:
+    """Return the throughput at powers of two up to the largest batch that fits, and at that batch."""
+    largest = one.largest_batch or 0
+    sizes = [2**power for power in range(20) if 2**power < largest]
+    sizes += [largest] if largest else []
+    known = conditions.covering(one.policy)
+    rates = [known.throughput(tapes.at(size), one.policy, num_batches=tapes.num_batches) for size in sizes]
+    return BatchCurve(policy=one.policy, batches=sizes, throughput=rates)
+
+
+def timeline(tape: TrainingTape, formats: Collection[str] = ()) -> MemoryTimeline:
+    """Return the allocated bytes by kind over the last step, at the largest moment of each stretch of allocations.
+
+    Args:
+        tape: the training.
+        formats: the formats that the device's matrix units compute.
+    """
+    alive: dict[str, int] = {}
+    begin = tape.step_starts[-1] if tape.step_starts else 0
+    points: list[tuple[int, dict[str, int]]] = []
+    # After the last allocation blocks are only freed.
+    end = max((index + 1 for index, event in enumerate(tape.events) if event >= 0), default=0)
+    stretch = max(1, -(-(end - begin) // _POINTS))
+    highest = -1
+    for index, event in enumerate(tape.events[:end]):
+        block = tape.blocks[event if event >= 0 else ~event]
+        kind = block.kind if block.kind in _SHOWN_KINDS else "other"
+        size = block.size_bytes if block.is_taken(formats) else 0
+        alive[kind] = alive.get(kind, 0) + (size if event >= 0 else -size)
+        if index < begin:
+            continue
+        total = sum(alive.values())
+        if (index - begin) % stretch == 0:
+            points.append((index - begin, dict(alive)))
+            highest = total
+        elif total > highest:
+            points[-1], highest = (points[-1][0], dict(alive)), total
+    kinds = [kind for kind in (*_SHOWN_KINDS, "other") if any(found.get(kind) for _, found in points)]
+    return MemoryTimeline(
+        places=[index for index, _ in points],
+        kinds={kind: [found.get(kind, 0) for _, found in points] for kind in kinds},
+        backward=_after(tape.backward_starts, begin),
+        optimizer=_after(tape.optimizer_starts, begin),
+    )
+
+
+def _after(starts: Sequence[int], begin: int) -> int | None:
+    return next((start - begin for start in starts if start >= begin), None)
+
+
+def module_times(step: PredictedStep) -> list[ModuleTime]:
+    """Return the milliseconds of each module's own operations by what limits them, the longest first."""
+    modules = [*seconds_by_module(step.tape, step.operation_s, step.kinds()).items()][:_MOST_MODULES]
+    return [ModuleTime(module=name, ms={kind: 1e3 * s for kind, s in seconds.items()}) for name, seconds in modules]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from mezzo.measure.predict.tape import CostedOperation, Shape
+from mezzo.measure.predict.tape import CostedOperation, ProductSize
 
 
 class CostLine(NamedTuple):
@@ -130,7 +130,7 @@ def _is_strided(operation: CostedOperation) -> bool:
     return y > 2 * x if operation.name == "convolution_input_gradient" else x > 2 * y
 
 
-def is_depthwise(shape: Shape) -> bool:
+def is_depthwise(shape: ProductSize) -> bool:
     """Return whether a grouped convolution, or a gradient of one, has one channel a group."""
     return min(shape.rows, shape.columns) <= 1 or shape.depth <= shape.window
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casts.registration import unwrapped
 from mezzo.formats import format_of
 from mezzo.measure.predict.operations import operations_of
-from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, TrainingTape
+from mezzo.measure.predict.tape import MemoryBlock, MemoryKind, TapePhase, TrainingTape
 from mezzo.measure.predict.tape_memory import copied_bytes, trial_bytes
 
 aten: Any = torch.ops.aten
@@ -34,7 +34,7 @@ _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
 """How many of the first operands CUDA's kernel needs contiguous."""
-_KIND_OF_PHASE: dict[Phase, Kind] = {
+_KIND_OF_PHASE: dict[TapePhase, MemoryKind] = {
     "setup": "parameters",
     "inputs": "inputs",
     "forward": "activations",
@@ -50,17 +50,17 @@ class Recorder(TorchDispatchMode):
         """Start an empty tape."""
         super().__init__()
         self.tape = TrainingTape(batch=batch)
-        self.phase: Phase = "setup"
+        self.phase: TapePhase = "setup"
         self.recording = True
         """Whether operations are recorded; blocks that exist are freed in any case."""
         self.module = ""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._handles: set[Phase] = set()
+        self._handles: set[TapePhase] = set()
         self._modules: dict[int, str] = {}
         """The module of each autograd node, by the node's sequence number."""
 
-    def add_existing(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+    def add_existing(self, tensors: Iterable[Tensor], kind: MemoryKind) -> None:
         """Record as allocated what exists already, such as the storages of parameters."""
         for tensor in tensors:
             number = self._allocated(tensor)
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         """Return whether the storage of ``tensor`` has a block."""
         return storage_key(tensor) in self._numbers
 
-    def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+    def label(self, tensors: Iterable[Tensor], kind: MemoryKind) -> None:
         """Set the kind of the storages of ``tensors``, once it is known: gradients, or the optimizer's state."""
         for tensor in tensors:
             number = self._numbers.get(storage_key(tensor))

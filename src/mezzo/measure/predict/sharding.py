@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.names import SHARDS, Shard
-from mezzo.measure.predict.tape import CostedOperation, Kind, MemoryBlock, TrainingTape
+from mezzo.measure.predict.names import SHARDS, Sharding
+from mezzo.measure.predict.tape import CostedOperation, MemoryBlock, MemoryKind, TrainingTape
 from mezzo.measure.predict.time import family, longer_of
 
-_SHARDED: frozenset[Kind] = frozenset({"parameters", "gradients", "optimizer"})
+_SHARDED: frozenset[MemoryKind] = frozenset({"parameters", "gradients", "optimizer"})
 LINK_SHARE = 0.8
 """Share of a link's speed that is reached; assumed."""
 _GATHERED = 2
@@ -61,7 +61,7 @@ class GpuGroup:
     """How many GPUs train together, each on a batch of its own."""
 
     num_gpus: int = 1
-    shard: Shard = "ddp"
+    shard: Sharding = "ddp"
 
     def tape_of_rank(self, tape: TrainingTape) -> TrainingTape:
         """Return what one GPU of the job runs, from the tape of one GPU alone."""

@@ -10,7 +10,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.fp8_torchao import SizeFault, fault_of_sizes
+from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
+from mezzo.formats import RECIPE_NAMES, RECIPES
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.rates import MachineRates
@@ -110,7 +111,7 @@ class PredictedStep:
         self.note += f". They {comparison} in BF16, casts included"
         self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
         self.operation_s[indices] = bounds.total
-        self.num_launches += CASTS * len(indices)
+        self.num_launches += CAST_KERNELS * len(indices)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
@@ -165,7 +166,7 @@ def _shortened(module: str) -> str:
 
 # --- Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them -----------------
 
-# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.fp8_torchao``): sizes in multiples of 16, large
+# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
 # enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
 # three products::
 #
@@ -176,7 +177,7 @@ def _shortened(module: str) -> str:
 # torch.compile makes them. FP8 loses where a product has few rows and columns for the size of its operands: the casts then cost more
 # than the faster units gain.
 
-CASTS = 4
+CAST_KERNELS = 4
 """Kernels that prepare one product: two for each operand."""
 _CAST_BYTES = 2 + 2 + 1
 _LINEAR = ("addmm", "mm")
@@ -215,7 +216,7 @@ def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
     for op in operations:
         if op.phase == "forward" and _is_linear(op):
             layers[op.module] = op.shape.columns, op.shape.depth
-    faults = {name: fault_of_sizes(*sizes, "tensorwise") for name, sizes in layers.items()}
+    faults = {name: fault_of_sizes(*sizes, RECIPES[RECIPE_NAMES[0], "ocp"]) for name, sizes in layers.items()}
     reasons = {name: None if fault is None else _FAULTS[fault] for name, fault in faults.items()}
     if layers:
         reasons[next(reversed(layers))] = _LAST
@@ -241,4 +242,4 @@ def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Const
     shapes = [op.shape for op in operations]
     elements = np.array([s.products * s.depth * (s.rows + s.columns) for s in shapes], dtype=np.float64)
     casts = elements * _CAST_BYTES / (gpu.bandwidth_bytes_per_s * c.bandwidth)
-    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CASTS * c.latency_s)
+    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CAST_KERNELS * c.latency_s)

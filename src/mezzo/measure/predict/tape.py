@@ -13,9 +13,11 @@ from typing import Literal, NamedTuple
 
 from mezzo.errors import UsageError
 
-Kind = Literal["parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces"]
+MemoryKind = Literal[
+    "parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces"
+]
 """``workspaces`` of size 0 are cuBLAS', whose size depends on the GPU; others are cuDNN's."""
-Phase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
+TapePhase = Literal["setup", "inputs", "forward", "backward", "optimizer"]
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class MemoryBlock:
     """One tensor's storage, or a workspace."""
 
     size_bytes: int
-    kind: Kind
+    kind: MemoryKind
     matrix_format: str = ""
     """The format of a convolution that needs the block where matrix units compute that format; empty if every device needs it."""
 
@@ -32,7 +34,7 @@ class MemoryBlock:
         return not self.matrix_format or self.matrix_format in matrix_formats
 
 
-class Shape(NamedTuple):
+class ProductSize(NamedTuple):
     """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
 
     A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. A normalisation has a row for each
@@ -46,7 +48,7 @@ class Shape(NamedTuple):
     window: int = 0
 
 
-_NO_SHAPE = Shape()
+_NO_SHAPE = ProductSize()
 _MOST_OMITTED = 2
 """Samples that a linear size may leave out: differences of neighbours leave out one, and rounded halves up to two."""
 
@@ -56,7 +58,7 @@ class CostedOperation:
     """One operation that computes, with its cost on any device."""
 
     name: str
-    phase: Phase
+    phase: TapePhase
     module: str
     format: str
     """The format of its operands."""
@@ -64,7 +66,7 @@ class CostedOperation:
     """FLOPs of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
-    shape: Shape = _NO_SHAPE
+    shape: ProductSize = _NO_SHAPE
 
 
 @dataclass
@@ -117,7 +119,7 @@ class TrainingTape:
                     scaled(a.flops, b.flops),
                     scaled(a.read_bytes, b.read_bytes),
                     scaled(a.written_bytes, b.written_bytes),
-                    Shape(*map(scaled, a.shape, b.shape)),
+                    ProductSize(*map(scaled, a.shape, b.shape)),
                 )
                 for a, b in zip(self.operations, other.operations, strict=True)
             ],

@@ -43,16 +43,16 @@ class SimulatedOutOfMemory(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class SegmentBlock:
     """A stretch of a segment, in use or free."""
 
     address: int
     size_bytes: int
     small: bool
     free: bool = False
-    before: Block | None = field(default=None, repr=False)
+    before: SegmentBlock | None = field(default=None, repr=False)
     """The neighbour below in the same segment."""
-    after: Block | None = field(default=None, repr=False)
+    after: SegmentBlock | None = field(default=None, repr=False)
 
 
 class CachingAllocator:
@@ -62,12 +62,12 @@ class CachingAllocator:
         """Create an empty device with ``limit_bytes`` for segments; None for one without a limit."""
         self._limit_bytes = limit_bytes
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, SegmentBlock] = {}
         self._next_address = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
 
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int) -> SegmentBlock:
         """Return a block of at least ``size_bytes``.
 
         Raises:
@@ -84,7 +84,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: SegmentBlock) -> None:
         """Free ``block`` and merge it with its free neighbours."""
         self.allocated_bytes -= block.size_bytes
         if (before := block.before) is not None and before.free:
@@ -96,13 +96,13 @@ class CachingAllocator:
         block.free = True
         insort(self._free[block.small], (block.size_bytes, block.address))
 
-    def _new_segment(self, size: int, small: bool) -> Block:
+    def _new_segment(self, size: int, small: bool) -> SegmentBlock:
         segment = segment_bytes(size)
         if not self._has_room(segment):
             self._release_free_segments()
             if not self._has_room(segment):
                 raise SimulatedOutOfMemory
-        block = Block(self._next_address, segment, small)
+        block = SegmentBlock(self._next_address, segment, small)
         self._blocks[block.address] = block
         self._next_address += segment
         self.reserved_bytes += segment
@@ -121,22 +121,22 @@ class CachingAllocator:
                     del self._blocks[block.address]
                     self.reserved_bytes -= block.size_bytes
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: SegmentBlock, size: int) -> None:
         rest = block.size_bytes - size
         if rest < _UNIT_BYTES if block.small else rest <= _SMALL_BYTES:
             return
-        other = Block(block.address + size, rest, block.small, free=True, before=block, after=block.after)
+        other = SegmentBlock(block.address + size, rest, block.small, free=True, before=block, after=block.after)
         if block.after is not None:
             block.after.before = other
         block.after, block.size_bytes = other, size
         self._blocks[other.address] = other
         insort(self._free[block.small], (rest, other.address))
 
-    def _remove_free(self, block: Block) -> None:
+    def _remove_free(self, block: SegmentBlock) -> None:
         pool = self._free[block.small]
         del pool[bisect_left(pool, (block.size_bytes, block.address))]
 
-    def _merged(self, low: Block, high: Block) -> Block:
+    def _merged(self, low: SegmentBlock, high: SegmentBlock) -> SegmentBlock:
         del self._blocks[high.address]
         low.size_bytes += high.size_bytes
         low.after = high.after
@@ -200,7 +200,7 @@ def predict_memory(
     A cuDNN workspace that does not fit is not an error: torch catches it and tries the next algorithm (``Conv_v8.cpp``).
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes)
-    live: dict[int, Block] = {}
+    live: dict[int, SegmentBlock] = {}
     absent: set[int] = set()
     fits = True
     peak, at_peak = 0, 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.measure.flops import COUNTS, num_real_products
+from mezzo.measure.flops import FLOP_COUNTS, num_real_products
 from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 
 _LOST = 0.25
@@ -339,7 +339,7 @@ class OperationTimes(TorchDispatchMode):
         began_s = time.thread_time()
         result = func(*args, **(kwargs or {}))
         cpu_s = time.thread_time() - began_s
-        count = COUNTS.get(func.overloadpacket)
+        count = FLOP_COUNTS.get(func.overloadpacket)
         flops = 0 if count is None else count(result, *args) * num_real_products(args)
         moved = 0 if func.is_view else _bytes((args, kwargs, result))
         self.operations.append(OperationWork(flops=flops, bytes=moved, cpu_s=cpu_s))

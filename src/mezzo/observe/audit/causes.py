@@ -36,7 +36,7 @@ from mezzo.formats import FORMATS, FP64
 from mezzo.observe.audit.merged import ProductShape
 from mezzo.observe.audit.operations import TracedOperation
 from mezzo.observe.module_names import Names
-from mezzo.observe.settings import IMAGE_CHANNELS, WIDE
+from mezzo.observe.settings import IMAGE_CHANNELS, WIDE_FORMATS
 from mezzo.observe.settings import TENSOR_CORE_MULTIPLE as MULTIPLE
 from mezzo.observe.trace import TracedProduct
 from mezzo.policy import Policy
@@ -129,7 +129,7 @@ def lowers(step: Iterable[TracedOperation]) -> bool:
 
 def is_wide(operation: TracedOperation) -> bool:
     """Return whether ``operation`` is a product in FP32 or wider."""
-    return operation.product is not None and operation.format in WIDE
+    return operation.product is not None and operation.format in WIDE_FORMATS
 
 
 # A Keras layer computes in the format of its dtype policy and does its own casts; PyTorch's autocast plays no part.
@@ -181,7 +181,7 @@ def why_wide_in_layer(dtype: str, where: str, op: str, *, lowers_elsewhere: bool
 
 _BYTES, _HALF = 16, 2
 
-Operand: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+OperandLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and alignment of a tensor."""
 
 
@@ -245,7 +245,7 @@ def _convolution(operation: TracedOperation) -> ProductShape:
     return shape
 
 
-def _tensors(operation: TracedOperation) -> tuple[Operand, Operand, Operand]:
+def _tensors(operation: TracedOperation) -> tuple[OperandLayout, OperandLayout, OperandLayout]:
     """Return the input, the weight and the result of a convolution; of a backward pass, the result's gradient."""
     assert operation.product is not None
     operands = operation.product.operands

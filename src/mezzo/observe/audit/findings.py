@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mezzo.formats import BF16, FP32
 from mezzo.observe.audit.causes import copied_bytes, lowers
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
-from mezzo.observe.settings import MOST_LISTED, NARROW, WIDE
+from mezzo.observe.settings import FORMATS_OF_16_BITS, MOST_LISTED, WIDE_FORMATS
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01
@@ -57,7 +57,7 @@ class AuditedSteps:
 
 
 @dataclass
-class Part:
+class StepPart:
     """The part of a step that a finding concerns."""
 
     modules: Iterable[str]
@@ -77,7 +77,7 @@ class FindingRule:
     code: str
     title: str
     fix: str
-    find: Callable[[AuditedSteps], Part | None]
+    find: Callable[[AuditedSteps], StepPart | None]
 
 
 def findings(audited: AuditedSteps) -> list[Finding]:
@@ -86,7 +86,7 @@ def findings(audited: AuditedSteps) -> list[Finding]:
     return sorted((f for f in found if f is not None), key=lambda f: -f.share)
 
 
-def _finding(rule: FindingRule, part: Part, audited: AuditedSteps) -> Finding | None:
+def _finding(rule: FindingRule, part: StepPart, audited: AuditedSteps) -> Finding | None:
     whole, size = (audited.flops, part.flops) if part.flops else (audited.bytes, part.bytes)
     share = size / whole if whole else 0.0
     if share < MIN_SHARE and not part.always:
@@ -107,7 +107,7 @@ def _finding(rule: FindingRule, part: Part, audited: AuditedSteps) -> Finding | 
     )
 
 
-def _gain(part: Part, share: float) -> str:
+def _gain(part: StepPart, share: float) -> str:
     if part.flops:
         return (
             f"{share:.1%} of the step's product FLOPs would run in 16 bits: on Tensor Cores up to 2 times as fast as in "
@@ -116,31 +116,35 @@ def _gain(part: Part, share: float) -> str:
     return f"{part.bytes / 1e6:.3g} MB per audited step that need not move: {share:.1%} of all bytes"
 
 
-def _wide(cause: Cause, *, lowers: bool | None = None, always: bool = False) -> Callable[[AuditedSteps], Part | None]:
-    def find(audited: AuditedSteps) -> Part | None:
+def _wide(
+    cause: Cause, *, lowers: bool | None = None, always: bool = False
+) -> Callable[[AuditedSteps], StepPart | None]:
+    def find(audited: AuditedSteps) -> StepPart | None:
         found = [p for p in audited.wide if p.cause == cause]
         if not found or lowers not in (None, audited.lowers):
             return None
         flops = sum(p.flops for p in found)
         detail = f"{found[0].reason}; most of it: {found[0].op} in {found[0].module}, {found[0].format}"
-        return Part([p.module for p in found], detail, flops, lines=[p.line for p in found], always=always)
+        return StepPart([p.module for p in found], detail, flops, lines=[p.line for p in found], always=always)
 
     return find
 
 
-def _tf32_off(audited: AuditedSteps) -> Part | None:
+def _tf32_off(audited: AuditedSteps) -> StepPart | None:
     capable = audited.device_type == "cuda" and audited.capability is not None and audited.capability >= _AMPERE
     found = [o for o in audited.operations if o.product is not None and o.format == FP32.name]
     if not capable or not found:
         return None
     gain = "what stays in FP32 would run on Tensor Cores: up to 8 times as fast (NVIDIA A100: 156 against 19.5 TFLOPS)"
-    return Part([o.module for o in found], "FP32 products ran without TF32", sum(o.flops for o in found), gain=gain)
+    return StepPart([o.module for o in found], "FP32 products ran without TF32", sum(o.flops for o in found), gain=gain)
 
 
-def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
-    def find(audited: AuditedSteps) -> Part | None:
+def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], StepPart | None]:
+    def find(audited: AuditedSteps) -> StepPart | None:
         found = [
-            p for p in audited.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
+            p
+            for p in audited.products
+            if p.format not in WIDE_FORMATS and any(s.split(":")[0] in kinds for s in p.problems)
         ]
         if not found:
             return None
@@ -148,41 +152,41 @@ def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
         detail = f"most of it: {found[0].op} in {found[0].module} ({found[0].phase}), {problem}"
         flops = sum(p.flops for p in found)
         more = f"{flops / (audited.flops or 1):.1%} of the step's product FLOPs {gain}"
-        return Part([p.module for p in found], detail, flops, gain=more)
+        return StepPart([p.module for p in found], detail, flops, gain=more)
 
     return find
 
 
-def _copied_inputs(audited: AuditedSteps) -> Part | None:
+def _copied_inputs(audited: AuditedSteps) -> StepPart | None:
     found = [(o, size) for o in audited.operations if (size := copied_bytes(o))]
     if not found:
         return None
     most = max(found, key=lambda pair: pair[1])[0]
     detail = f"{len(found)} copies; the largest: {most.op} in {most.module} ({most.phase})"
-    return Part([o.module for o, _ in found], detail, bytes=sum(size for _, size in found))
+    return StepPart([o.module for o, _ in found], detail, bytes=sum(size for _, size in found))
 
 
-def _off_tensor_cores(audited: AuditedSteps) -> Part | None:
-    found = [p for p in audited.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
+def _off_tensor_cores(audited: AuditedSteps) -> StepPart | None:
+    found = [p for p in audited.products if p.eligible and p.format not in WIDE_FORMATS and p.on_tensor_cores is False]
     if not found:
         return None
     detail = f"most of it: {found[0].op} in {found[0].module} ran {', '.join(found[0].kernels)}"
     gain = (
         "up to 16 times the multiplication rate of a kernel without Tensor Cores (NVIDIA A100: 312 against 19.5 TFLOPS)"
     )
-    return Part([p.module for p in found], detail, sum(p.flops for p in found), gain=gain)
+    return StepPart([p.module for p in found], detail, sum(p.flops for p in found), gain=gain)
 
 
-def _needless_trips(audited: AuditedSteps) -> Part | None:
+def _needless_trips(audited: AuditedSteps) -> StepPart | None:
     found = [t for t in audited.trips if t.needless]
     if not found:
         return None
     count, size, most = sum(t.count for t in found), sum(t.bytes for t in found), found[0]
     detail = f"{count} times; most of it: {most.formats} in {most.module} ({most.phase})"
-    return Part([t.module for t in found], detail, bytes=size, lines=[t.line for t in found], always=True)
+    return StepPart([t.module for t in found], detail, bytes=size, lines=[t.line for t in found], always=True)
 
 
-def _cast_again(audited: AuditedSteps) -> Part | None:
+def _cast_again(audited: AuditedSteps) -> StepPart | None:
     groups: dict[Hashable, list[TracedOperation]] = defaultdict(list)
     for operation in audited.operations:
         cast = operation.cast
@@ -194,10 +198,12 @@ def _cast_again(audited: AuditedSteps) -> Part | None:
         return None
     detail = f"{len(repeated)} casts of weights that the same forward pass had cast before"
     lines = [o.raw.line for o in repeated]
-    return Part([o.module for o in repeated], detail, bytes=sum(o.bytes for o in repeated), lines=lines, always=True)
+    return StepPart(
+        [o.module for o in repeated], detail, bytes=sum(o.bytes for o in repeated), lines=lines, always=True
+    )
 
 
-def _many_casts(audited: AuditedSteps) -> Part | None:
+def _many_casts(audited: AuditedSteps) -> StepPart | None:
     found = [o for o in audited.operations if o.cast is not None]
     size = sum(o.bytes for o in found)
     if not audited.bytes or size < MUCH_CAST * audited.bytes:
@@ -213,18 +219,18 @@ def _many_casts(audited: AuditedSteps) -> Part | None:
         if size_left <= 0:
             break
     detail = f"{len(found)} casts move {size / audited.bytes:.0%} of all bytes, most in {order[0]}"
-    return Part(order, detail, bytes=size)
+    return StepPart(order, detail, bytes=size)
 
 
-def _promoted(audited: AuditedSteps) -> Part | None:
+def _promoted(audited: AuditedSteps) -> StepPart | None:
     found = [o for o in audited.operations if o.promotes]
     if not found:
         return None
     detail = f"{found[0].op} in {found[0].module} mixes {' and '.join(found[0].inputs)}, so its result is FP32"
-    return Part([o.module for o in found], detail, bytes=sum(m[2] // 2 for o in found for m in o.raw.outs))
+    return StepPart([o.module for o in found], detail, bytes=sum(m[2] // 2 for o in found for m in o.raw.outs))
 
 
-def _wide_norms(audited: AuditedSteps) -> Part | None:
+def _wide_norms(audited: AuditedSteps) -> StepPart | None:
     """Find the FP32 operands of norms, unless activation checkpointing may drop them: it recomputes something beside the norm."""
     backward = {(o.module, o.op.removesuffix("_backward")) for o in audited.operations if o.phase in ("dgrad", "wgrad")}
     again = {_parent(o.module) for o in audited.operations if o.phase == "recompute"}
@@ -241,7 +247,7 @@ def _wide_norms(audited: AuditedSteps) -> Part | None:
     keep = f"{len(kept)} norms read FP32 values and keep" if len(kept) > 1 else "a norm reads FP32 values and keeps"
     detail = f"{keep} them for the backward pass, {_mb(size)}; most of it: {most.op} in {most.module}"
     gain = f"{_mb(size / 2)} fewer activations per audited step; the norms' results are FP32, too, until the next cast"
-    return Part([o.module for o in kept.values()], detail, bytes=size // 2, gain=gain)
+    return StepPart([o.module for o in kept.values()], detail, bytes=size // 2, gain=gain)
 
 
 def _parent(module: str) -> str:
@@ -256,19 +262,19 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:.3g} MB"
 
 
-def _no_masters(audited: AuditedSteps) -> Part | None:
+def _no_masters(audited: AuditedSteps) -> StepPart | None:
     updates = [o for o in audited.operations if o.raw.stepping and o.cast is None and o.reads_parameter]
-    found = [o for o in updates if o.outputs[:1] and o.outputs[0] in NARROW] or [
-        o for o in updates if not o.outputs and o.inputs[:1] and o.inputs[0] in NARROW
+    found = [o for o in updates if o.outputs[:1] and o.outputs[0] in FORMATS_OF_16_BITS] or [
+        o for o in updates if not o.outputs and o.inputs[:1] and o.inputs[0] in FORMATS_OF_16_BITS
     ]
     if not found:
         return None
     detail = f"{found[0].op} updates {found[0].inputs[0]} parameters in place"
     gain = "updates smaller than half a unit in a weight's last place (2^-9 of it in BF16, 2^-12 in FP16) would not be lost"
-    return Part([], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
+    return StepPart([], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
 
 
-def _sensitive(audited: AuditedSteps) -> Part | None:
+def _sensitive(audited: AuditedSteps) -> StepPart | None:
     found = [
         o
         for o in audited.operations
@@ -279,9 +285,9 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         and listed_precision(o.op) == "fp32"
         and "upsample"
         not in o.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
-        and any(name in NARROW for name in o.inputs[:1])
+        and any(name in FORMATS_OF_16_BITS for name in o.inputs[:1])
         and not (o.op in _NORMS and o.inputs[:1] == (BF16.name,))  # no range is left, and sums are FP32
-        and any(name in NARROW for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
+        and any(name in FORMATS_OF_16_BITS for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in o.raw.ins)
     ]
     if not found:
@@ -289,7 +295,7 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
     ops = ", ".join(dict.fromkeys(o.op for o in found))
     detail = f"{ops} ran on {found[0].inputs[0]} operands; the portable op lists keep them in FP32"
     gain = "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
-    return Part([o.module for o in found], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
+    return StepPart([o.module for o in found], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
 
 
 RULES: tuple[FindingRule, ...] = (

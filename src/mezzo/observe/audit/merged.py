@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mezzo.records import CastTotal, Operation, Phase, Product
+from mezzo.records import CastTotal, Operation, PassKind, Product
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ class AuditRow:
 
     op: str
     module: str
-    phase: Phase
+    phase: PassKind
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     bytes: int

@@ -26,17 +26,17 @@ from mezzo.observe.audit.merged import AuditRow
 from mezzo.observe.module_names import Names
 from mezzo.observe.tensors import format_name, storage_of
 from mezzo.observe.trace import (
-    CASTS,
+    CAST_NAMES,
     LAST_NUMBER,
     NOWHERE,
+    CoveredElements,
     Meta,
     RawOperation,
-    Region,
     RunningCall,
     Trace,
     TracedProduct,
 )
-from mezzo.records import Phase
+from mezzo.records import PassKind
 
 _PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
 _BEFORE = ("native_", "linalg_", "special_", "cudnn_", "miopen_", "fused_")
@@ -74,7 +74,7 @@ class Cast:
     source: str
     target: str
     of: Literal["weight", "activation", "gradient"]
-    place: tuple[int, Region]
+    place: tuple[int, CoveredElements]
     """The address of the operand's storage, and the part of it that the operand covers."""
     back_to: TracedOperation | None = None
     """The cast that this one undoes, if the value came from this format."""
@@ -154,7 +154,7 @@ class _Reader:
 
     # --- phase -----------------------------------------------------------------------------------------------------------------
 
-    def _shares(self, index: int, raw: RawOperation, op: str) -> list[tuple[Phase, int]]:
+    def _shares(self, index: int, raw: RawOperation, op: str) -> list[tuple[PassKind, int]]:
         """Return the phases of an operation, each with the divisor that gives its share of the FLOPs."""
         node = raw.node
         if node is None:
@@ -182,15 +182,15 @@ class _Reader:
         if product is not None and reads and (raw.node is None or raw.recomputed):
             self._weight_nodes.add(product.number)
         written = {meta[0] for meta in raw.outs} - self._parameters
-        if reads and (raw.func.overloadpacket.__name__ in (*CASTS, "clone") or _scales(raw, self._weights)):
+        if reads and (raw.func.overloadpacket.__name__ in (*CAST_NAMES, "clone") or _scales(raw, self._weights)):
             self._weights |= written
         else:
             self._weights -= written
 
     # --- casts -----------------------------------------------------------------------------------------------------------------
 
-    def _cast(self, raw: RawOperation, op: str, phase: Phase) -> Cast | None:
-        if op not in CASTS or not raw.ins or not raw.outs:
+    def _cast(self, raw: RawOperation, op: str, phase: PassKind) -> Cast | None:
+        if op not in CAST_NAMES or not raw.ins or not raw.outs:
             return None
         source, target = raw.ins[1] if op.startswith("copy") and len(raw.ins) > 1 else raw.ins[0], raw.outs[0]
         if source[1] == target[1] or not (source[1].is_floating_point and target[1].is_floating_point):
@@ -273,7 +273,7 @@ class _Flow:
         return all(m[0] in self._origins and self._origins[m[0]].cast is cast for m in others)
 
 
-_BOTH: tuple[Phase, Phase] = ("dgrad", "wgrad")
+_BOTH: tuple[PassKind, PassKind] = ("dgrad", "wgrad")
 _SCALING, _ONE_NUMBER_BYTES = ("mul", "div", "clamp"), 8
 _FP8 = tuple(f.name for pair in FP8_PAIRS.values() for f in pair)
 
@@ -293,7 +293,7 @@ def _parameter_gradients(operations: list[RawOperation]) -> set[int]:
         gradients.difference_update(meta[0] for meta in raw.outs)
         if accumulates or becomes_one:
             found.add(index)
-        if accumulates or (becomes_one and raw.func.overloadpacket.__name__ in (*CASTS, "clone")):
+        if accumulates or (becomes_one and raw.func.overloadpacket.__name__ in (*CAST_NAMES, "clone")):
             gradients.update(meta[0] for meta in raw.ins)
     return found
 

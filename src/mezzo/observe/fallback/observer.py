@@ -407,7 +407,7 @@ def differentiable(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]
 
 
-class Results(NamedTuple):
+class ModuleRun(NamedTuple):
     """The outputs of one run of a module, the gradients of its inputs, and those of its weights."""
 
     output: list[Tensor]
@@ -467,7 +467,7 @@ class Bench:
             largest=_largest([*of_outputs, *exact.dgrad, *exact.wgrad]),
         )
 
-    def _run(self, call: FirstCall, *, low: bool = False, rounds: bool = False) -> Results:
+    def _run(self, call: FirstCall, *, low: bool = False, rounds: bool = False) -> ModuleRun:
         scale = self._scale if low else 1.0
         alone, inner = self._alone, self._low if rounds else None
         lowered = alone.lowered(call.module, inner=inner) if low else nullcontext()
@@ -496,7 +496,7 @@ class Bench:
             for t, g in zip([*inputs, *weights], found, strict=True)
         ]
         values = [t.detach().float() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-        return Results(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
+        return ModuleRun(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
 
 
 def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:

@@ -84,13 +84,13 @@ class TracedLoss(NamedTuple):
         return sum(1 for f in self.near(count) if f.divides or count > 2)
 
 
-UNKNOWN = TracedLoss((), "unknown")
+UNKNOWN_LOSS = TracedLoss((), "unknown")
 
 
 def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
     """Return how the scalar ``root`` was computed; ``scalings`` are the sequence numbers of a GradScaler's products."""
     if root.numel() != 1 or root.grad_fn is None:
-        return UNKNOWN
+        return UNKNOWN_LOSS
     factors, node = _followed(root.grad_fn, scalings)
     name = _kind(node)
     if name in ("Add", "Sub"):

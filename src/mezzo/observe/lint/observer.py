@@ -24,9 +24,9 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.gradients import Accumulation, BackwardPass, Gradients, GradientState
-from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
+from mezzo.observe.lint.losses import UNKNOWN_LOSS, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
-from mezzo.observe.lint.operations import Operations
+from mezzo.observe.lint.operations import CheckedOperations
 from mezzo.observe.lint.optimizers import Averages, LearningRates, OptimizerStates, Statistics, check_average
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Checkpoints, Scalers
@@ -52,7 +52,7 @@ class Lint:
         self.scalers = Scalers(run, self._gradients, self._log)
         self._rates = LearningRates(self._gradients, self._log)
         self.checkpoints = Checkpoints(self._log)
-        self.operations = Operations(self._log)
+        self.operations = CheckedOperations(self._log)
         self._optimizer_states = OptimizerStates(self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
@@ -152,7 +152,7 @@ class Lint:
         line, library = own_line(frame)
         self._gradients.begin(self._optimizers)
         scaled = self.scalers.scaled_by(roots)
-        loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN
+        loss = loss_of(roots[0], self.scalers.multiplications) if len(roots) == 1 else UNKNOWN_LOSS
         known = scaled is not None or (given is None and not loss.may_be_scaled)
         fp16 = False
         if scaled is None and known and self._walks and self._may_be_fp16():

@@ -63,7 +63,7 @@ class _Rounded(NamedTuple):
     """The line of the cast."""
 
 
-class Operations:
+class CheckedOperations:
     """The checked operations of a run."""
 
     def __init__(self, log: MisuseLog) -> None:

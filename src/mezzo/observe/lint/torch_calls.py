@@ -19,7 +19,7 @@ from mezzo.engine.casts.half import HALF
 from mezzo.engine.processes.shards import local
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import region, storage
-from mezzo.observe.trace import Region
+from mezzo.observe.trace import CoveredElements
 
 _NORMS = frozenset(
     ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "pow", "__pow__", "square")
@@ -256,7 +256,7 @@ def _address(tensor: Tensor) -> int:
     return 0 if memory is None else memory.data_ptr()
 
 
-def _part(tensor: Tensor) -> tuple[int, Region]:
+def _part(tensor: Tensor) -> tuple[int, CoveredElements]:
     """Return the address of a tensor's memory, and its part of that: the weights of a recurrent layer of cuDNN share one storage."""
     return _address(tensor), region(local(tensor))
 

@@ -1,8 +1,8 @@
 """The evidence of one run about values that left their format: facts, no verdict. Imports no torch.
 
-While the script runs, every place where a step lost values is a ``Source``, which knows modules and earlier sources. What is written names
-them: a ``LostValues`` for the source to blame. The process that runs the script writes its evidence next to the run's record;
-``mezzo.commands.diagnose.verdict`` judges the evidence of all runs.
+While the script runs, every place where a step lost values is a ``FaultSource``, which knows modules and earlier sources. What is
+written names them: a ``LostValues`` for the source to blame. The process that runs the script writes its evidence next to the run's
+record; ``mezzo.commands.diagnose.verdict`` judges the evidence of all runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mezzo.observe.settings import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
-Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished", "raised"]
+SourceKind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished", "raised"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number too large for
 the format, for which torch raises an error; ``vanished``: too small for the format, so 0; ``raised``: no value, but an error."""
 _MAX_SOURCES = 6
@@ -28,7 +28,7 @@ _MAX_SOURCES = 6
 class LostValues(Value):
     """One operation at which values stopped being finite, or became zero."""
 
-    kind: Kind
+    kind: SourceKind
     op: str
     module: str
     pattern: str = ""
@@ -173,12 +173,12 @@ class ModelNames(Protocol):
 
 
 @dataclass(eq=False)
-class Source:
+class FaultSource:
     """One place where values stopped being finite, or became zero."""
 
     index: int
     """Number of the operation within its step."""
-    kind: Kind
+    kind: SourceKind
     op: str
     module: Any
     """The module or layer that was called; None for code outside all of them."""
@@ -202,7 +202,7 @@ class Source:
     """The optimizer's eps, if it is 0 in the format of the weight."""
     share: float = 0.0
     """Share of the result's norm that vanished."""
-    because: tuple[Source, ...] = ()
+    because: tuple[FaultSource, ...] = ()
     """Earlier sources without which the operation would have a finite result."""
     swallowed: dict[str, None] = field(default_factory=dict)
     """Operations that turned it into wrong finite numbers."""
@@ -238,10 +238,10 @@ class NonFiniteResult:
     index: int
     backward: bool
     in_update: bool
-    sources: tuple[Source, ...]
+    sources: tuple[FaultSource, ...]
 
 
-def merge_sources(sources: Iterable[Source]) -> tuple[Source, ...]:
+def merge_sources(sources: Iterable[FaultSource]) -> tuple[FaultSource, ...]:
     """Return ``sources``, each once: the first few of those that are not finite, and those that lost the largest shares."""
     unique = sorted(dict.fromkeys(sources), key=lambda s: s.index)
     vanished = [s for s in unique if s.kind == "vanished"]
@@ -258,7 +258,7 @@ class WrongGradient:
     """The loss itself if that is wrong."""
     error: float
     """The norm of the difference over the true gradient's."""
-    sources: tuple[Source, ...]
+    sources: tuple[FaultSource, ...]
 
 
 @dataclass(frozen=True)

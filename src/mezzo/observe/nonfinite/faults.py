@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Located, ModelNames, Source
+from mezzo.observe.nonfinite.evidence import Evidence, FaultSource, GradientErrors, Harmless, Located, ModelNames
 from mezzo.observe.settings import HARMLESS_LISTED, LEAST_SCALE, STEPS_THAT_SETTLE, SURELY_LOW, WEIGHTY
 from mezzo.records import RunRecord
 
-Part: TypeAlias = tuple[int, int]
+OptimizerPart: TypeAlias = tuple[int, int]
 """The part of an update that one optimizer makes: the identity of the GradScaler, 0 for the policy's loss scale, and of the optimizer."""
 
 
@@ -33,14 +33,14 @@ Part: TypeAlias = tuple[int, int]
 class InspectedStep:
     """What the operations of a step showed."""
 
-    sources: list[Source]
-    of_loss: list[Source]
+    sources: list[FaultSource]
+    of_loss: list[FaultSource]
     """The sources of a loss that was not finite."""
-    in_backward: list[Source]
+    in_backward: list[FaultSource]
     """The sources of non-finite results in the backward pass."""
-    in_update: list[Source] = field(default_factory=list)
+    in_update: list[FaultSource] = field(default_factory=list)
     """The sources of non-finite results between the backward pass and the optimizer's step."""
-    by_update: Source | None = None
+    by_update: FaultSource | None = None
     """The optimizer's step, if it made a weight infinite or NaN of finite gradients."""
     gradient_errors: GradientErrors | None
     """The errors of the gradients; None if they were not compared with their true values."""
@@ -57,7 +57,7 @@ class ClosedStep(NamedTuple):
     skipped: bool
     inspected: InspectedStep | None
     """None if its operations were not inspected."""
-    parts: Mapping[Part, bool] = {}
+    parts: Mapping[OptimizerPart, bool] = {}
     """Whether each part of its update was skipped; empty if the optimizers are unknown."""
 
 
@@ -274,7 +274,7 @@ def _vanished(
     return Located(step=step, source=source.as_record(names), gradients=errors.as_record(names, below=True))
 
 
-def _loud(source: Source, step: int, names: ModelNames, *, loss_bad: bool = True) -> Located:
+def _loud(source: FaultSource, step: int, names: ModelNames, *, loss_bad: bool = True) -> Located:
     """Return the place where the loss or a gradient became infinite or NaN, or the earlier place that caused it."""
     earlier = next((s for s in source.because if s.kind == "made"), None)
     first = earlier or source
@@ -332,14 +332,14 @@ class Skips:
     """The updates of each optimizer with each scaler."""
 
     def __init__(self) -> None:
-        self._histories: dict[Part, _History] = {}
+        self._histories: dict[OptimizerPart, _History] = {}
         self.faulty: dict[int, None] = {}
         """Steps whose skips are faults, in the order in which that became known."""
         self.unexplained: list[int] = []
         """The first step of each row of skips that neither the search for a scale nor its growth explains: the scale may not be the
         cause."""
 
-    def closed(self, step: int, parts: Mapping[Part, bool], *, skipped: bool, rule: SkipRule) -> None:
+    def closed(self, step: int, parts: Mapping[OptimizerPart, bool], *, skipped: bool, rule: SkipRule) -> None:
         """Record whether a step, and each part of its update, was skipped; ``parts`` is empty if the optimizers are unknown."""
         parts = dict(parts) or {(0, 0): skipped}
         if skipped and not any(parts.values()):  # the overflow was detected for all optimizers together

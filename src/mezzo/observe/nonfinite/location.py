@@ -21,7 +21,7 @@ from mezzo.engine.matrix_units.emulation import running
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.source_lines import script_line
 from mezzo.observe.trace import LAST_NUMBER, NOWHERE, GraphNode, RunningCall, nearest
-from mezzo.observe.tracer import Flags, Tracer
+from mezzo.observe.tracer import Tracer, TracerFlags
 
 
 class OperationPlace(NamedTuple):
@@ -36,7 +36,7 @@ class OperationPlace(NamedTuple):
 class PlacingTracer(Tracer):
     """A tracer that also records where the nodes of the graph were created."""
 
-    def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags) -> None:
+    def __init__(self, formats: OperandFormats, *, device_type: str, flags: TracerFlags) -> None:
         super().__init__(formats, device_type=device_type, flags=flags)
         self._created: dict[int, tuple[str, str]] = {}
         """The operation that created a graph node, and the script's line, by the node's identity."""

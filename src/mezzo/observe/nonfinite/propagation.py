@@ -34,16 +34,16 @@ from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite.evidence import (
+    FaultSource,
     GradientErrors,
-    Kind,
     NonFiniteResult,
-    Source,
+    SourceKind,
     WrongGradient,
     merge_sources,
 )
 from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
-    COLLECTIVES,
+    COLLECTIVE_NAMESPACES,
     RangeEnd,
     Recomputable,
     Shadows,
@@ -72,7 +72,7 @@ from mezzo.observe.tensors import (
     storage_of,
     storage_size,
 )
-from mezzo.observe.tracer import Flags
+from mezzo.observe.tracer import TracerFlags
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class InfinityTracer(PlacingTracer):
         formats: OperandFormats,
         *,
         device_type: str,
-        flags: Flags,
+        flags: TracerFlags,
         scale: Callable[[], float],
         weights: Callable[[], Iterable[Tensor]],
     ) -> None:
@@ -111,9 +111,9 @@ class InfinityTracer(PlacingTracer):
             weights: returns the trained parameters.
         """
         super().__init__(formats, device_type=device_type, flags=flags)
-        self.sources: list[Source] = []
+        self.sources: list[FaultSource] = []
         self.nonfinite_results: list[NonFiniteResult] = []
-        self.update_sources: list[Source] = []
+        self.update_sources: list[FaultSource] = []
         """Where an optimizer's step made a weight infinite or NaN."""
         self.gradient_errors: list[GradientErrors] = []
         self.problems: dict[str, str] = {}
@@ -125,7 +125,7 @@ class InfinityTracer(PlacingTracer):
         """Found once a step and once an update: a model may have thousands, and each may be asked about."""
         self.narrow = False
         """Whether an operation read or returned 16-bit values."""
-        self.raised: Source | None = None
+        self.raised: FaultSource | None = None
         """The last operation that raised an error."""
         self._factors: dict[float, None] = {}
         """Large numbers by which the script multiplied a single value, such as its loss."""
@@ -143,8 +143,8 @@ class InfinityTracer(PlacingTracer):
         self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
-        self._taint: Storages[tuple[Source, ...]] = Storages()
-        self._shadows: dict[RangeEnd, Shadows[Source]] = {end: Shadows(end) for end in RangeEnd}
+        self._taint: Storages[tuple[FaultSource, ...]] = Storages()
+        self._shadows: dict[RangeEnd, Shadows[FaultSource]] = {end: Shadows(end) for end in RangeEnd}
 
     def forget(self) -> None:
         """Discard what was recorded; values that are already lost remain known as lost."""
@@ -233,7 +233,7 @@ class InfinityTracer(PlacingTracer):
         eps = group.get("eps")
         rounds_to_0 = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=weight.dtype)) == 0
         line, _ = script_line(sys._getframe(1))
-        source = Source(
+        source = FaultSource(
             index=len(self.trace.operations),
             kind="made",
             op=f"{type(optimizer).__name__}.step",
@@ -320,20 +320,20 @@ class InfinityTracer(PlacingTracer):
             if found:
                 sources = merge_sources(s for _, (_, sources) in found for s in sources)
                 truths[end] = {id(before): true for before, (true, _) in found}, sources
-        if truths and func.namespace in COLLECTIVES:
+        if truths and func.namespace in COLLECTIVE_NAMESPACES:
             sent = measure_gradients(len(self.trace.operations), read, self._shadows)
             if self._before_reduction is None or self._before_reduction.nothing:
                 self._before_reduction = sent
         return Recomputable(func, args, kwargs, kept, read, truths)
 
     def _inspect(self, index: int, operation: Recomputable, result: Any) -> None:
-        if operation.func.namespace in COLLECTIVES:
+        if operation.func.namespace in COLLECTIVE_NAMESPACES:
             wait_for_exchange(operation.func, result)
         outputs = operation.outputs(result)
         results = [t for t in outputs if has_floats(t)]
         self._note_parts(operation, results)
         bad_results = [t for t in results if not is_finite(t)]
-        if operation.func.namespace in COLLECTIVES:
+        if operation.func.namespace in COLLECTIVE_NAMESPACES:
             self._inspect_collective(index, operation, results, bad_results)
             return
         if operation.func.overloadpacket.__name__ in _DECISIONS:
@@ -349,7 +349,7 @@ class InfinityTracer(PlacingTracer):
             self._forget_taint(results)
             return
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
-        new: dict[RangeEnd, tuple[Source, ...]] = {}
+        new: dict[RangeEnd, tuple[FaultSource, ...]] = {}
         beyond: list[Tensor] | None = None
         if bad_results:
             wide = largest_of(local, outputs)
@@ -410,7 +410,7 @@ class InfinityTracer(PlacingTracer):
         return None
 
     def _computed_beyond_fp32(
-        self, operation: Recomputable, result: Any, outputs: list[Tensor], sources: tuple[Source, ...]
+        self, operation: Recomputable, result: Any, outputs: list[Tensor], sources: tuple[FaultSource, ...]
     ) -> list[Tensor] | None:
         """Return results in FP64 where FP32 has none that is finite; None if FP64 has none either, or the device no FP64."""
         if not all(has_fp64(read.device) for read, _ in operation.read):
@@ -423,9 +423,9 @@ class InfinityTracer(PlacingTracer):
 
     def _vanished(
         self, index: int, operation: Recomputable, outputs: list[Tensor], local: list[Tensor] | None
-    ) -> tuple[Source, ...]:
+    ) -> tuple[FaultSource, ...]:
         """Return a source for each result that lost a material share of its norm, or a tiny number of the script's."""
-        found: list[Source] = []
+        found: list[FaultSource] = []
         for tensor, true in zip(outputs, local or (), strict=bool(local)):
             if not has_floats(tensor) or not RangeEnd.BELOW.loses(tensor.dtype):
                 continue
@@ -448,7 +448,7 @@ class InfinityTracer(PlacingTracer):
         outputs: list[Tensor],
         local: list[Tensor] | None,
         true: dict[RangeEnd, list[Tensor] | None],
-        new: tuple[Source, ...],
+        new: tuple[FaultSource, ...],
     ) -> None:
         """Keep the true values of results that differ from them at one end of the range."""
         shadows = self._shadows[end]
@@ -470,7 +470,7 @@ class InfinityTracer(PlacingTracer):
                 found = tensor.to(wide.dtype)
                 shadows.write(tensor, torch.where(end.lost(found, wide), wide, found), new)
 
-    def _swallowed(self, sources: list[Source], results: list[Tensor]) -> None:
+    def _swallowed(self, sources: list[FaultSource], results: list[Tensor]) -> None:
         """Record that an operation turned infinities into finite numbers, and whether these are right."""
         wrong = any(self._shadows[RangeEnd.ABOVE].read(t) is not None for t in results)
         op = self.forward_name()
@@ -493,7 +493,7 @@ class InfinityTracer(PlacingTracer):
         for shadows in self._shadows.values():
             shadows.forget(tensor)
 
-    def _record_nonfinite(self, index: int, sources: tuple[Source, ...], bad_results: list[Tensor]) -> None:
+    def _record_nonfinite(self, index: int, sources: tuple[FaultSource, ...], bad_results: list[Tensor]) -> None:
         for tensor in bad_results:
             self._taint.put(tensor, sources)
         backward = self.in_backward()
@@ -512,12 +512,12 @@ class InfinityTracer(PlacingTracer):
         result: Tensor,
         largest_in_fp32: float | None,
         finite: Sequence[RangeEnd],
-    ) -> tuple[Source, ...]:
+    ) -> tuple[FaultSource, ...]:
         """Return the sources of values that are not finite: those of the operands, or a new one here."""
         tensors = self._read_by(operation)
         if bad_operands:
             return self._inherited(index, bad_operands, tensors, result)
-        if operation.func.namespace in COLLECTIVES:
+        if operation.func.namespace in COLLECTIVE_NAMESPACES:
             return (self._source(index, "entered", tensors, None, result),)
         leaves = tree_leaves((operation.args, operation.kwargs))
         numbers = [x for x in leaves if isinstance(x, float)]
@@ -535,7 +535,7 @@ class InfinityTracer(PlacingTracer):
 
     def _inherited(
         self, index: int, bad_operands: list[tuple[Tensor, Tensor]], tensors: list[Tensor], result: Tensor
-    ) -> tuple[Source, ...]:
+    ) -> tuple[FaultSource, ...]:
         found = {s: None for _, passed in bad_operands for s in self._taint.get(passed) or ()}
         unknown = [(read, passed) for read, passed in bad_operands if self._taint.get(passed) is None]
         if unknown:
@@ -573,17 +573,17 @@ class InfinityTracer(PlacingTracer):
             self._source(index, "refused", tensors, max(numbers), torch.empty(0, dtype=narrow))
 
     def _source(
-        self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
-    ) -> Source:
+        self, index: int, kind: SourceKind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
+    ) -> FaultSource:
         source = self._made_source(index, kind, tensors, largest, result)
         self.sources.append(source)
         return source
 
     def _made_source(
-        self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
-    ) -> Source:
+        self, index: int, kind: SourceKind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
+    ) -> FaultSource:
         place = self.place_of_running()
-        return Source(
+        return FaultSource(
             index=index,
             kind=kind,
             op=place.op,

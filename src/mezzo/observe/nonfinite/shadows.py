@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.casts.half import HALF
 from mezzo.formats import BF16, FORMATS, FP16, FP32, FP64
-from mezzo.observe.nonfinite.evidence import GradientErrors, Source, WrongGradient
+from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, WrongGradient
 from mezzo.observe.settings import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
 from mezzo.observe.tensors import difference, has_floats, is_finite, largest, norm, storage
 
@@ -230,7 +230,7 @@ def _sources(pieces: Iterable[_Piece[T]]) -> tuple[T, ...]:
 
 
 def measure_errors(
-    index: int, weights: Iterable[Tensor], shadows: Mapping[RangeEnd, Shadows[Source]]
+    index: int, weights: Iterable[Tensor], shadows: Mapping[RangeEnd, Shadows[FaultSource]]
 ) -> GradientErrors:
     """Return the errors of the gradients of ``weights``; waits for the device."""
     unique = {id(p): p for p in weights}.values()
@@ -238,7 +238,7 @@ def measure_errors(
 
 
 def measure_gradients(
-    index: int, gradients: Sequence[tuple[Tensor, Tensor]], shadows: Mapping[RangeEnd, Shadows[Source]]
+    index: int, gradients: Sequence[tuple[Tensor, Tensor]], shadows: Mapping[RangeEnd, Shadows[FaultSource]]
 ) -> GradientErrors:
     """Return the errors of ``gradients``, each with its parameter; waits for the device."""
     comparable = [(p, g) for p, g in gradients if g.layout is torch.strided and g.numel() and is_finite(g)]
@@ -250,7 +250,7 @@ def measure_gradients(
     return GradientErrors(tuple(above), tuple(lost) if enough else (), len(comparable), zeros, true_norm, index)
 
 
-def wrong_losses(losses: Iterable[Tensor], above: Shadows[Source]) -> list[WrongGradient]:
+def wrong_losses(losses: Iterable[Tensor], above: Shadows[FaultSource]) -> list[WrongGradient]:
     """Return those of ``losses`` that values beyond the upper end of the range made wrong; waits for the device if there are any."""
     found: list[WrongGradient] = []
     for loss in losses:
@@ -263,7 +263,9 @@ def wrong_losses(losses: Iterable[Tensor], above: Shadows[Source]) -> list[Wrong
     return found
 
 
-def _off(gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[Source]) -> tuple[list[WrongGradient], float, float]:
+def _off(
+    gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[FaultSource]
+) -> tuple[list[WrongGradient], float, float]:
     """Return the gradients that differ from the true ones, the share of elements that became 0, and the norm of the true gradients."""
     if not shadows:
         return [], 0.0, 0.0
@@ -287,7 +289,7 @@ def _off(gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[Source]) -> tu
     return kept, zeros / others if others else 0.0, math.hypot(*norms)
 
 
-def tolerance(sources: Iterable[Source]) -> float:
+def tolerance(sources: Iterable[FaultSource]) -> float:
     """Return the largest relative error of a gradient that rounding alone explains."""
     # FP32 sums in another order than FP64: only what would be wrong in 16 bits as well is a fault.
     return max(
@@ -352,7 +354,7 @@ _KEEP_MAGNITUDE = frozenset(
 _WRITES: dict[int, bool] = {}
 _DRAWS: dict[int, bool] = {}
 """By the identity of an operation, which lives as long as the process: torch builds both answers anew each time."""
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never recomputed."""
 
 
@@ -481,7 +483,7 @@ class Recomputable:
     """Its arguments as they were before."""
     read: list[tuple[Tensor, Tensor]]
     """The floating-point tensors that it reads, as they were before and as passed."""
-    truths: dict[RangeEnd, tuple[dict[int, Tensor], tuple[Source, ...]]]
+    truths: dict[RangeEnd, tuple[dict[int, Tensor], tuple[FaultSource, ...]]]
     """For each end of the range: the true values of operands that differ from them, and the sources of the difference."""
 
     @property

@@ -31,8 +31,8 @@ from mezzo.engine.kernels.exponent_bins import (
     first_normal,
     first_overflow,
 )
-from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
-from mezzo.observe.settings import HEADROOM
+from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, RECIPES, Format
+from mezzo.observe.settings import SCALE_HEADROOM
 from mezzo.policy import Policy
 from mezzo.records import (
     GRADIENTS,
@@ -51,7 +51,7 @@ from mezzo.records import (
 from mezzo.records.files import write_whole
 
 CAST_TO = (FP16, BF16, E4M3, E5M2)
-KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
+RANGE_KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
 _BY_LISTS: tuple[RangeKind, ...] = ("activations", *GRADIENTS)
 _NAMED = 3  # tensors that a sentence names
 _WORST = 5
@@ -81,7 +81,7 @@ class ObservedValues:
 def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> RangesRecord:
     """Return the record of ``values``, judged for ``policy``."""
     target = gradient_format(policy)
-    ordered = sorted(values.counts.items(), key=lambda item: KINDS.index(item[0][0]))
+    ordered = sorted(values.counts.items(), key=lambda item: RANGE_KINDS.index(item[0][0]))
     tensors = [_tensor(kind, name, counts, policy, values) for (kind, name), counts in ordered]
     gradients = {
         (kind, values.name(name)): counts
@@ -100,7 +100,7 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
         first_scale=SCALES.start,
         little=LITTLE,
         limits=[_limits(form) for form in CAST_TO],
-        kinds=[_kind(kind, values.counts) for kind in KINDS if any(k == kind for k, _ in values.counts)],
+        kinds=[_kind(kind, values.counts) for kind in RANGE_KINDS if any(k == kind for k, _ in values.counts)],
         tensors=tensors,
         windows=windows,
         updates=updates,
@@ -111,7 +111,7 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
 def gradient_format(policy: Policy) -> Format:
     """Return the format of gradients under ``policy``; if it lowers nothing, FP16, whose range is the question."""
     if policy.compute == "fp8":
-        return E5M2 if policy.fp8_recipe == "tensorwise" else E4M3
+        return FORMATS[RECIPES[policy.fp8_recipe, "ocp"].gradients.name]
     return policy.storage if policy.lowers else FP16
 
 
@@ -422,6 +422,6 @@ def suggested(counts: Counts, target: Format) -> tuple[int | None, str]:
         )
     if highest >= 0 and not counts.zeroed(target, 0) and counts.subnormal(target, 0) <= LITTLE * counts.nonzero:
         return 0, "nothing becomes zero and hardly anything subnormal without a loss scale"
-    chosen = max(lowest, min(highest - HEADROOM, MAX_SUGGESTED))
+    chosen = max(lowest, min(highest - SCALE_HEADROOM, MAX_SUGGESTED))
     room = highest - chosen
     return chosen, f"{room} doublings below the first overflow; fewer values become zero the larger the scale is"

@@ -1,36 +1,27 @@
-"""A chart's geometry, drawn by matplotlib: the only file that imports it, and only when a page is written.
+"""A chart's geometry: the only file that imports matplotlib, and only when a page is written.
 
-matplotlib places axes, ticks, lines and bands; text, colours and interaction are the page's own. Of matplotlib's SVG, only the paths and
-tick labels with a ``gid`` that this file set are read; none of its markup reaches the page.
+matplotlib chooses the ticks, and clips and simplifies lines. Its figures, and so most of its imports, are not needed: text, colours and
+interaction are the page's own.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
-from xml.etree import ElementTree
 
 from mezzo.report.charts.data import Axis, AxisKind, Chart, Line
 
-_OWN_SETTINGS = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mezzo",  # otherwise ids, and so the file, would change from run to run
-    "path.simplify": True,
-    "path.simplify_threshold": 0.3,  # pixels
-    "text.parse_math": False,
-    "text.usetex": False,
-}
-_SETTINGS = ("axes", "figure", "font", "grid", "lines", "patch", "path", "savefig", "svg", "text", "xtick", "ytick")
+_SIMPLIFIED_FROM, _SIMPLIFY_BELOW = 128, 0.3
+"""Lines of as many points lose those that move them by less than a share of a pixel."""
+_BASELINE = 3.798828
+"""Pixels from the middle of a tick label to its baseline."""
 _LARGEST = 1e100
 """Values are clipped to this, so that their differences and ratios stay finite."""
-_SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +35,9 @@ class Layout:
     label_length: int
 
 
-WIDE = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
-NARROW = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
-LAYOUTS = (WIDE, NARROW)
+WIDE_LAYOUT = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
+NARROW_LAYOUT = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
+LAYOUTS = (WIDE_LAYOUT, NARROW_LAYOUT)
 TOP, BOTTOM = 26, 40
 _MIN_LEFT = 36
 _DIGIT_WIDTH = 7.8  # pixels, of a wide digit at the page's font size
@@ -90,38 +81,84 @@ class Geometry:
         return self.left, TOP, self.layout.width - self.right, self.height - self.bottom
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Scales:
+    """Where values lie in a drawing."""
+
+    x: tuple[float, float]
+    """The values at the ends of the frame."""
+    y: tuple[float, float]
+    is_log: bool
+    """Whether places on the vertical axis are those of logarithms."""
+    across_by: tuple[float, float] = (1.0, 0.0)
+    """The factor and the offset from values to pixels."""
+    down_by: tuple[float, float] = (1.0, 0.0)
+
+    def in_frame(self, chart: Chart, layout: Layout, left: float) -> _Scales:
+        """Return the scales of a frame with that much space on its left."""
+        height, bottom = chart.height, _bottom(chart)
+        low, high = (_log10(end) for end in self.y) if self.is_log else self.y
+        across = _factor_and_offset(self.x, layout.width, left, layout.width - _right(chart, layout) - left)
+        up, offset = _factor_and_offset((low, high), height, bottom, height - TOP - bottom)
+        return replace(self, across_by=across, down_by=(-up, height - offset))
+
+    def across(self, value: float) -> float:
+        """Return the place of a value on the horizontal axis."""
+        return value * self.across_by[0] + self.across_by[1]
+
+    def down(self, value: float) -> float:
+        """Return the place of a value on the vertical axis."""
+        return (_log10(value) if self.is_log else value) * self.down_by[0] + self.down_by[1]
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Return the place of two values, inside the frame."""
+        return self.across(x), self.down(min(max(y, self.y[0]), self.y[1]))
+
+    def clamp(self, value: float) -> float:
+        """Limit a value to one frame height beyond the frame: points farther out are invisible, and only add digits."""
+        low, high = self.y
+        height = high / low if self.is_log else high - low
+        ends = (max(low / height, 1e-300), min(high * height, 1e300)) if self.is_log else (low - height, high + height)
+        return value if math.isnan(value) else min(max(value, ends[0]), ends[1])
+
+
+def _log10(value: float) -> float:
+    """Return the logarithm, to the last bit as matplotlib computes it."""
+    import numpy as np
+
+    return float(np.log10(value))
+
+
+def _factor_and_offset(ends: tuple[float, float], whole: float, start: float, length: float) -> tuple[float, float]:
+    """Return what turns values into pixels from ``start``, rounded as matplotlib does it: in shares of the whole drawing."""
+    low, high = start / whole * whole, (start / whole + length / whole) * whole
+    per_value = 1.0 / (ends[1] - ends[0])
+    return (high - low) * per_value, (high - low) * (-ends[0] * per_value) + low
+
+
 def geometry_of(chart: Chart, layout: Layout) -> Geometry:
-    """Return ``chart`` as matplotlib places it in ``layout``."""
+    """Return ``chart`` as it lies in ``layout``."""
     chart = _clipped(chart)
-    with _settings():
-        figure, axes = _figure(chart, layout)
-        _limits(axes, chart)
-        ends, frame = axes.get_xlim(), axes.get_ylim()
-        is_log = chart.y_axis.kind == "log"
-        for number, line in enumerate(chart.lines):
-            _plot(axes, chart, line, number, _clamp(frame, is_log=is_log))
-        left = _ticks(axes, chart, layout)
-        axes.set_position(_rectangle(chart, layout, left))
-        elements = _elements(figure)
-        transform = axes.transData.frozen()
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        within = min(max(y, min(frame)), max(frame))
-        across, up = transform.transform((x, within))
-        return float(across), chart.height - float(up)
-
+    across, up = _limits(chart)
+    scales = _Scales(x=across, y=up, is_log=chart.y_axis.kind == "log")
+    x_values, y_values = _ticks(chart, layout, scales)
+    names = [tick_text(v, chart.y_axis.kind) for v in y_values] + [track.name for track in chart.tracks]
+    left = max(_MIN_LEFT, 14 + _DIGIT_WIDTH * max(map(len, names), default=0))
+    scales = scales.in_frame(chart, layout, left)
     return Geometry(
         layout=layout,
         height=chart.height,
         left=left,
         right=_right(chart, layout),
         bottom=_bottom(chart),
-        ends=(float(ends[0]), float(ends[1])),
-        x_ticks=[Tick(place=float(t.get("x", 0)), text=t.text or "") for t in elements.get("x-tick", [])],
-        y_ticks=[Tick(place=float(t.get("y", 0)), text=t.text or "") for t in elements.get("y-tick", [])],
-        lines=[_path(elements.get(f"line-{number}", [])) for number in range(len(chart.lines))],
-        bands=[_path(elements.get(f"band-{number}", [])) for number in range(len(chart.lines))],
-        place=place,
+        ends=across,
+        x_ticks=[Tick(place=round(scales.across(v), 6), text=tick_text(v, chart.x_axis.kind)) for v in x_values],
+        y_ticks=[
+            Tick(place=round(scales.down(v) + _BASELINE, 6), text=tick_text(v, chart.y_axis.kind)) for v in y_values
+        ],
+        lines=[_line(chart, line, scales, layout) for line in chart.lines],
+        bands=[_band(chart, line, scales) for line in chart.lines],
+        place=scales.place,
     )
 
 
@@ -167,15 +204,12 @@ def _bottom(chart: Chart) -> int:
 
 @cache
 def _matplotlib() -> Any:
-    # If the home folder is read-only, matplotlib warns about its font cache, which does not concern a report's reader.
+    # If the home folder is read-only, matplotlib warns about its cache, which does not concern a report's reader.
     logger = logging.getLogger("matplotlib")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
         import matplotlib
-        import matplotlib.backends.backend_svg
-        import matplotlib.figure
-        import matplotlib.patches
         import matplotlib.path
         import matplotlib.ticker
     finally:
@@ -183,42 +217,16 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-@contextmanager
-def _settings() -> Iterator[None]:
-    """Draw with matplotlib's defaults, whatever style the user or their script has set."""
-    mpl = _matplotlib()
-    defaults = {k: v for k, v in mpl.rcParamsDefault.items() if k.split(".")[0] in _SETTINGS}
-    with mpl.rc_context({**defaults, **_OWN_SETTINGS}):
-        yield
-
-
-def _figure(chart: Chart, layout: Layout) -> tuple[Any, Any]:
-    mpl = _matplotlib()
-    # The SVG backend has 72 pixels an inch.
-    figure = mpl.figure.Figure(figsize=(layout.width / 72, chart.height / 72), dpi=72)
-    mpl.backends.backend_svg.FigureCanvasSVG(figure)
-    return figure, figure.add_axes(_rectangle(chart, layout, _MIN_LEFT))
-
-
-def _rectangle(chart: Chart, layout: Layout, left: float) -> tuple[float, float, float, float]:
-    """Return the axes' position as shares of the figure: left, bottom, width and height."""
-    width, height, right, bottom = layout.width, chart.height, _right(chart, layout), _bottom(chart)
-    return left / width, bottom / height, (width - right - left) / width, (height - TOP - bottom) / height
-
-
-def _limits(axes: Any, chart: Chart) -> None:
-    low, high = _ends(chart.x_axis, chart.x, margin=0.012)
-    axes.set_xlim(low, high)
-    if chart.y_axis.kind == "log":
-        axes.set_yscale("log", nonpositive="mask")
+def _limits(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the values at the ends of both axes."""
     values = [v for line in chart.lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)]
     values += [mark.y for line in chart.lines for mark in line.marks if math.isfinite(mark.y)]
     values += [0.0] if chart.zero else []
-    if chart.y_axis.kind == "log":
-        low, high = _ends(chart.y_axis, [math.log10(v) for v in values if v > 0], margin=0.06)
-        axes.set_ylim(10**low, 10**high)
-    else:
-        axes.set_ylim(*_ends(chart.y_axis, values, margin=0.06))
+    across = _ends(chart.x_axis, chart.x, margin=0.012)
+    if chart.y_axis.kind != "log":
+        return across, _ends(chart.y_axis, values, margin=0.06)
+    low, high = _ends(chart.y_axis, [math.log10(v) for v in values if v > 0], margin=0.06)
+    return across, (10**low, 10**high)
 
 
 def _ends(axis: Axis, values: Sequence[float], *, margin: float) -> tuple[float, float]:
@@ -232,34 +240,33 @@ def _ends(axis: Axis, values: Sequence[float], *, margin: float) -> tuple[float,
     return low - (padding if axis.low is None else 0), high + (padding if axis.high is None else 0)
 
 
-def _clamp(frame: tuple[float, float], *, is_log: bool) -> Callable[[float], float]:
-    """Return a function that limits values to one frame height beyond the frame: points farther out are invisible, and only add digits."""
-    bottom, top = float(min(frame)), float(max(frame))
-    height = top / bottom if is_log else top - bottom
-    low, high = (max(bottom / height, 1e-300), min(top * height, 1e300)) if is_log else (bottom - height, top + height)
-    return lambda value: value if math.isnan(value) else min(max(value, low), high)
+def _line(chart: Chart, line: Line, scales: _Scales, layout: Layout) -> str:
+    """Return a line's path data."""
+    points = [(scales.across(x), scales.down(scales.clamp(y))) for x, y in zip(chart.x, line.y, strict=True)]
+    if not points:
+        return ""
+    kinds = _matplotlib().path.Path
+    path = kinds(_stairs(points, chart.staircase))
+    path.should_simplify, path.simplify_threshold = len(path.vertices) >= _SIMPLIFIED_FROM, _SIMPLIFY_BELOW
+    canvas = (0, 0, layout.width, chart.height)
+    drawn = path.cleaned(remove_nans=True, clip=canvas, simplify=path.should_simplify)
+    commands = {kinds.MOVETO: "M", kinds.LINETO: "L"}
+    steps = zip(drawn.codes, drawn.vertices, strict=True)
+    return _path([(commands[code], x, y) for code, (x, y) in steps if code in commands])
 
 
-def _plot(axes: Any, chart: Chart, line: Line, number: int, clamp: Callable[[float], float]) -> None:
-    mpl = _matplotlib()
-    x, y = list(chart.x), [clamp(v) for v in line.y]
-    (artist,) = axes.plot(x, y, drawstyle="steps-post" if chart.staircase else "default", scalex=False, scaley=False)
-    artist.set_gid(f"line-{number}")
-    if not line.low:
-        return
-    corners: list[tuple[float, float]] = []
-    codes: list[int] = []
-    kinds = mpl.path.Path
-    for piece in _stretches(line):
-        low = _stairs([(x[i], clamp(line.low[i])) for i in piece], chart.staircase)
-        high = _stairs([(x[i], clamp(line.high[i])) for i in piece], chart.staircase)
-        outline = [*low, *reversed(high)]
-        corners += [*outline, outline[0]]
-        codes += [kinds.MOVETO, *[kinds.LINETO] * (len(outline) - 1), kinds.CLOSEPOLY]
-    if corners:
-        patch = mpl.patches.PathPatch(kinds(corners, codes), transform=axes.transData)
-        patch.set_gid(f"band-{number}")
-        axes.add_artist(patch)
+def _band(chart: Chart, line: Line, scales: _Scales) -> str:
+    """Return the path data of the area around a line."""
+    steps: list[tuple[str, float, float]] = []
+    for piece in _stretches(line) if line.low else []:
+        low, high = (
+            _stairs([(scales.across(chart.x[i]), scales.down(scales.clamp(ends[i]))) for i in piece], chart.staircase)
+            for ends in (line.low, line.high)
+        )
+        corners = [*low, *reversed(high)]
+        steps += [("L" if number else "M", x, y) for number, (x, y) in enumerate(corners)]
+        steps.append(("z", *corners[0]))
+    return _path(steps)
 
 
 def _stairs(points: list[tuple[float, float]], staircase: bool) -> list[tuple[float, float]]:
@@ -280,28 +287,20 @@ def _stretches(line: Line) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _ticks(axes: Any, chart: Chart, layout: Layout) -> float:
-    """Place the ticks of both axes, and return the space that the labels of the vertical one need."""
+def _ticks(chart: Chart, layout: Layout, scales: _Scales) -> tuple[list[float], list[float]]:
+    """Return the values that both axes are labelled with."""
     ticker = _matplotlib().ticker
     across = ticker.MaxNLocator(nbins=layout.num_x_ticks, integer=True, steps=[1, 2, 4, 5, 10])
-    if chart.y_axis.kind == "log":
-        low, high = axes.get_ylim()
-        subs = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
-        up = ticker.LogLocator(subs=subs, numticks=6)
+    low, high = scales.y
+    if scales.is_log:
+        up = ticker.LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1000 else (1.0,), numticks=6)
     else:
         up = ticker.MaxNLocator(nbins=5, integer=chart.y_axis.kind == "power", steps=[1, 2, 2.5, 5, 10])
-    for axis, locator, kind, gid in (
-        (axes.xaxis, across, chart.x_axis.kind, "x-tick"),
-        (axes.yaxis, up, chart.y_axis.kind, "y-tick"),
-    ):
-        low, high = sorted(axis.get_view_interval())
-        values = [v for v in locator.tick_values(low, high) if low <= v <= high]
-        axis.set_ticks(values, labels=[tick_text(v, kind) for v in values])
-        axis.set_minor_locator(ticker.NullLocator())
-        for tick in axis.get_major_ticks():
-            tick.label1.set_gid(gid)
-    names = [label.get_text() for label in axes.get_yticklabels()] + [track.name for track in chart.tracks]
-    return max(_MIN_LEFT, 14 + _DIGIT_WIDTH * max(map(len, names), default=0))
+    x_values, y_values = (
+        [float(v) for v in locator.tick_values(low, high) if low <= v <= high]
+        for locator, (low, high) in ((across, scales.x), (up, scales.y))
+    )
+    return x_values, y_values
 
 
 def tick_text(value: float, kind: AxisKind) -> str:
@@ -317,32 +316,15 @@ def tick_text(value: float, kind: AxisKind) -> str:
     return f"{value:g}"
 
 
-def _elements(figure: Any) -> dict[str, list[ElementTree.Element]]:
-    """Return the paths and texts of the figure's SVG by the gid that they were drawn under."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    found: dict[str, list[ElementTree.Element]] = {}
-    for group in ElementTree.fromstring(text.getvalue()).iter(f"{_SVG}g"):
-        gid = group.get("id", "")
-        if gid.startswith(("line-", "band-", "x-tick", "y-tick")):
-            found.setdefault(gid, []).extend([*group.iter(f"{_SVG}path"), *group.iter(f"{_SVG}text")])
-    return found
-
-
-def _path(elements: Sequence[ElementTree.Element]) -> str:
+def _path(steps: Sequence[tuple[str, float, float]]) -> str:
     """Return path data in relative steps of tenths of a pixel: a third of the size."""
-    words = " ".join(element.get("d", "") for element in elements).split()
     out: list[str] = []
-    at = before = (0, 0)
-    place = 0
-    while place < len(words):
-        command = words[place]
+    before = (0, 0)
+    for command, x, y in steps:
         if command == "z":
             out.append("z")
-            place += 1
             continue
-        at = (round(10 * float(words[place + 1])), round(10 * float(words[place + 2])))
-        place += 3
+        at = (round(10 * round(x, 6)), round(10 * round(y, 6)))
         if command == "M":
             out.append(f"M{_tenths(at[0])} {_tenths(at[1])}l")
         elif at != before:

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import data
-from mezzo.report.charts.canvas import LAYOUTS, TOP, TRACK, WIDE, Geometry, geometry_of, is_labelled, tick_text
+from mezzo.report.charts.canvas import LAYOUTS, TOP, TRACK, WIDE_LAYOUT, Geometry, geometry_of, is_labelled, tick_text
 from mezzo.report.charts.data import AxisKind, Bars, Boxes, Chart, Drawn, Line, Mark, Span
 from mezzo.report.formatting import MISSING, number_text
 from mezzo.report.sections import Grid
@@ -143,7 +143,7 @@ def _widths(chart: Chart, geometry: Geometry) -> list[float]:
     """Return the width of each line in pixels: where lines coincide, an earlier one shows on both sides of a later one."""
     if not chart.layered or len(chart.lines) == 1:
         return [2.0] * len(chart.lines)
-    step = 1.3 if geometry.layout is WIDE else 0.9
+    step = 1.3 if geometry.layout is WIDE_LAYOUT else 0.9
     return [round(1.4 + step * max(0, min(len(chart.lines), 4) - 1 - k), 1) for k in range(len(chart.lines))]
 
 

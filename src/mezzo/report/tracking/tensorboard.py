@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
-from mezzo.report.log_entries import SUFFIX, Cell, LiveRun, LogEntry, TrackedRecord
+from mezzo.report.log_entries import SUFFIX, LiveRun, LogEntry, TableValue, TrackedRecord
 from mezzo.report.terminal import text_of
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ def _write(entry: LogEntry, folder: Path) -> None:
         writer.close()
 
 
-def _grid(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[TableValue]]) -> str:
     """Return a table in Markdown, which TensorBoard renders."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: TableValue) -> str:
     text = "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
     return " ".join(text.replace("|", "\\|").split())
 

@@ -53,7 +53,7 @@ _DUNDERS = {
     "mul": "__mul__ __rmul__",
     "div": "__truediv__",
 }
-_OTHER_NAMES = {other: name for other, name in oplists.ALIASES.items() if not other.startswith("__")}
+_OTHER_NAMES = {other: name for other, name in oplists.SYNONYMS.items() if not other.startswith("__")}
 _NAMESAKES = {"linalg.cross"}
 """Functions with the name of a listed operation that are a different operation."""
 _COMPOSED = {
@@ -130,7 +130,7 @@ def python_rules(policy: Policy, *, emulate: bool) -> dict[Function, CastRule]:
         for function in _callers(name):
             if rule.emulation is not None:  # of the function that is called: a method's arguments may be others
                 base = families[name].name
-                emulated = emulation(function, name, low=policy.storage.name, family=base, float8=None)
+                emulated = emulation(function, name, low=policy.storage.name, family=base, recipe=None)
                 rule = CastRule(rule.precision, emulated)
             rules[function] = rule
     return rules

@@ -13,7 +13,7 @@ from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.snapshots.kinds import can_be_written, dtype_text, numpy_dtype
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.known_types import Described, Parts, bytes_of, elements_of
-from mezzo.launch.torch.snapshots.walk import Kind, State, Turn, Walk
+from mezzo.launch.torch.snapshots.walk import ObjectKind, RowParts, Turn, Walk
 
 # --- tensors ---------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class _Lost(torch.autograd.Function):
         )
 
 
-def _new_tensor(state: State) -> Any:
+def _new_tensor(state: RowParts) -> Any:
     storages = state.restoration.storages
     if "base" in state:
         storage = state["base"].untyped_storage()
@@ -92,7 +92,7 @@ def _new_tensor(state: State) -> Any:
 
 
 @torch.no_grad()
-def _fill_tensor(value: Any, state: State) -> None:
+def _fill_tensor(value: Any, state: RowParts) -> None:
     if "data" in state:
         saved, own = state["data"], elements_of(value)
         if saved.shape == own.shape and saved.dtype is value.dtype:
@@ -119,12 +119,12 @@ def _shared(walk: Walk, value: Any) -> Described:
     return "shared tensor", parts | {"like": like}
 
 
-def _new_shared(state: State) -> Any:
+def _new_shared(state: RowParts) -> Any:
     like = state["like"]
     return type(like)(state["part"], like._spec, requires_grad=state["trains"])
 
 
-def _fill_shared(value: Any, state: State) -> None:
+def _fill_shared(value: Any, state: RowParts) -> None:
     value.grad = state["grad"]
 
 
@@ -175,19 +175,19 @@ def _memory_of(value: Any) -> tuple[Any, int]:
     return (owner, at) if at >= 0 and value.size else (value, 0)
 
 
-def _of_bytes(state: State, shape: Any, dtype: Any) -> Any:
+def _of_bytes(state: RowParts, shape: Any, dtype: Any) -> Any:
     """Return the saved elements of an array."""
     return np.ndarray(shape, dtype, bytearray(state["data"].numpy().tobytes()) or bytearray(1))
 
 
-def _new_array(state: State) -> Any:
+def _new_array(state: RowParts) -> Any:
     new = _of_bytes(state, state["shape"], numpy_dtype(state["format"])).copy(order="C")
     new = new if state["order"] == "C" else np.asfortranarray(new)
     new.flags.writeable = state["writes"]
     return new
 
 
-def _new_view(state: State) -> Any:
+def _new_view(state: RowParts) -> Any:
     owner = state["base"]
     if isinstance(owner, Tensor):
         memory: Any = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()).numpy()
@@ -200,20 +200,20 @@ def _new_view(state: State) -> Any:
     return new
 
 
-def _fill_array(value: Any, state: State) -> None:
+def _fill_array(value: Any, state: RowParts) -> None:
     if "data" in state and "format" not in state:  # one that set-up made
         saved = _of_bytes(state, value.shape, value.dtype)
         if value.tobytes() != saved.tobytes():
             value[...] = saved
 
 
-def _new_masked(state: State) -> Any:
+def _new_masked(state: RowParts) -> Any:
     new: Any = np.ma.MaskedArray(state["data"].copy())
     _fill_masked(new, state)
     return new
 
 
-def _fill_masked(value: Any, state: State) -> None:
+def _fill_masked(value: Any, state: RowParts) -> None:
     value.soften_mask()
     mask = state["mask"]
     value.mask = np.ma.nomask
@@ -225,7 +225,7 @@ def _fill_masked(value: Any, state: State) -> None:
         value.harden_mask()
 
 
-def _fill_objects(value: Any, state: State) -> None:
+def _fill_objects(value: Any, state: RowParts) -> None:
     flat = value.reshape(-1)
     for n, one in enumerate(state["items"]):
         flat[n] = one
@@ -256,7 +256,7 @@ def random_generator(walk: Walk, value: Any) -> Described:
     return "random", parts
 
 
-def _new_random(state: State) -> Any:
+def _new_random(state: RowParts) -> Any:
     cls = state["class"]
     if "device" in state:
         return torch.Generator(state["device"])
@@ -265,7 +265,7 @@ def _new_random(state: State) -> Any:
     return np.random.RandomState() if cls is np.random.RandomState else random.Random.__new__(cls)
 
 
-def _fill_random(value: Any, state: State) -> None:
+def _fill_random(value: Any, state: RowParts) -> None:
     saved = state["state"]
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         value.set_state(saved)
@@ -280,13 +280,13 @@ def _fill_random(value: Any, state: State) -> None:
         value.bit_generator.state = saved
 
 
-KINDS: dict[str, Kind] = {
-    "tensor": Kind(_new_tensor, _fill_tensor),
-    "shared tensor": Kind(_new_shared, _fill_shared),
-    "array": Kind(_new_array, _fill_array),
-    "array view": Kind(_new_view),
-    "masked": Kind(_new_masked, _fill_masked),
-    "objects": Kind(lambda state: np.empty(state["shape"], dtype=object), _fill_objects),
-    "random": Kind(_new_random, _fill_random, Turn.AFTER),
-    "system random": Kind(lambda state: state.type(random.SystemRandom)()),
+KINDS: dict[str, ObjectKind] = {
+    "tensor": ObjectKind(_new_tensor, _fill_tensor),
+    "shared tensor": ObjectKind(_new_shared, _fill_shared),
+    "array": ObjectKind(_new_array, _fill_array),
+    "array view": ObjectKind(_new_view),
+    "masked": ObjectKind(_new_masked, _fill_masked),
+    "objects": ObjectKind(lambda state: np.empty(state["shape"], dtype=object), _fill_objects),
+    "random": ObjectKind(_new_random, _fill_random, Turn.AFTER),
+    "system random": ObjectKind(lambda state: state.type(random.SystemRandom)()),
 }

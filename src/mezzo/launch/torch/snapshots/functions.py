@@ -24,7 +24,7 @@ from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.known_types import ABSENT, Described, Parts, library_code
 from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES, FunctionPlace, place_of
-from mezzo.launch.torch.snapshots.walk import Kind, State, Turn, Walk
+from mezzo.launch.torch.snapshots.walk import ObjectKind, RowParts, Turn, Walk
 
 _OF_ITERTOOLS = "chain cycle islice count repeat accumulate starmap takewhile dropwhile zip_longest product"
 CALLED: dict[str, Any] = {
@@ -40,7 +40,7 @@ def call(walk: Walk, by: str, arguments: Mapping[str, Any], named: Mapping[str, 
     return "call", {"by": by, "arguments": walk.items(arguments.values(), arguments), "named": walk.named(named or {})}
 
 
-def called(state: State) -> Any:
+def called(state: RowParts) -> Any:
     """Return the result of a call."""
     return CALLED[state["by"]](*state["arguments"], **state["named"])
 
@@ -89,7 +89,7 @@ def _home(walk: Walk, code: types.CodeType, variables: dict[str, Any]) -> Parts:
     return {"file": file, "module": module, "place": walk.items(place_of(code))}
 
 
-def _new_function(state: State) -> Any:
+def _new_function(state: RowParts) -> Any:
     files, place = state.restoration.files, FunctionPlace(*state["place"])
     code: types.CodeType | None
     if state.kind == "library function":
@@ -105,7 +105,7 @@ def _new_function(state: State) -> Any:
     return made
 
 
-def _fill_function(value: Any, state: State) -> None:
+def _fill_function(value: Any, state: RowParts) -> None:
     value.__defaults__, value.__kwdefaults__ = state["__defaults__"], state["__kwdefaults__"]
     value.__dict__.update(state["attributes"])
 
@@ -118,7 +118,7 @@ def cell(walk: Walk, value: Any) -> Described:
         return "cell", {}
 
 
-def _fill_cell(value: Any, state: State) -> None:
+def _fill_cell(value: Any, state: RowParts) -> None:
     if "cell" in state:
         value.cell_contents = state["cell"]
 
@@ -145,7 +145,7 @@ def own_class(walk: Walk, value: Any) -> Described:
     return "class", {"attributes": walk.named({n: one for n, one in held.items() if not isinstance(one, _DESCRIPTORS)})}
 
 
-def _fill_class(value: Any, state: State) -> None:
+def _fill_class(value: Any, state: RowParts) -> None:
     for name, new in state["attributes"].items():
         if vars(value).get(name, ABSENT) is not new:
             setattr(value, name, new)
@@ -180,7 +180,7 @@ def generator(walk: Walk, value: Any) -> Described:
     }
 
 
-def _new_generator(state: State) -> Any:
+def _new_generator(state: RowParts) -> Any:
     if state.get("ended"):
         return iter(())
     made = _new_function(state)
@@ -218,7 +218,7 @@ def iterator(walk: Walk, value: Any) -> Described:
     return "iterator", parts | ({"at": at[0]} if at else {})
 
 
-def _fill_iterator(value: Any, state: State) -> None:
+def _fill_iterator(value: Any, state: RowParts) -> None:
     if "at" in state:
         value.__setstate__(state["at"])
 
@@ -320,7 +320,7 @@ def loader_pass(walk: Walk, value: Any) -> Described:
     return "pass", parts | ({} if stream is None else {"stream": stream, "ended": fetcher.ended})
 
 
-def _reopen(shell: Any, state: State) -> None:
+def _reopen(shell: Any, state: RowParts) -> None:
     """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
     loader: DataLoader[Any] = state["loader"]
     delivered, samplers, first = state["delivered"], state["samplers"], state["first"]
@@ -342,15 +342,15 @@ def _reopen(shell: Any, state: State) -> None:
         shell._mezzo_first, shell._mezzo_samplers = first, samplers
 
 
-KINDS: dict[str, Kind] = {
-    "call": Kind(called),
-    "function": Kind(_new_function, _fill_function),
-    "library function": Kind(_new_function, _fill_function),
-    "cell": Kind(lambda state: types.CellType(), _fill_cell),
-    "frame cell": Kind(lambda state: state.restoration.frame_cells[state["frame"], state["name"]]),
-    "class": Kind(fill=_fill_class),
-    "generator": Kind(_new_generator),
-    "weak reference": Kind(lambda state: weakref.ref(_Gone() if state["to"] is None else state["to"])),
-    "iterator": Kind(called, _fill_iterator, Turn.LAST),
-    "pass": Kind(lambda state: state.type(_BaseDataLoaderIter).__new__(state["class"]), _reopen, Turn.LAST),
+KINDS: dict[str, ObjectKind] = {
+    "call": ObjectKind(called),
+    "function": ObjectKind(_new_function, _fill_function),
+    "library function": ObjectKind(_new_function, _fill_function),
+    "cell": ObjectKind(lambda state: types.CellType(), _fill_cell),
+    "frame cell": ObjectKind(lambda state: state.restoration.frame_cells[state["frame"], state["name"]]),
+    "class": ObjectKind(fill=_fill_class),
+    "generator": ObjectKind(_new_generator),
+    "weak reference": ObjectKind(lambda state: weakref.ref(_Gone() if state["to"] is None else state["to"])),
+    "iterator": ObjectKind(called, _fill_iterator, Turn.LAST),
+    "pass": ObjectKind(lambda state: state.type(_BaseDataLoaderIter).__new__(state["class"]), _reopen, Turn.LAST),
 }

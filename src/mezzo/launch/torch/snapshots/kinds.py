@@ -34,7 +34,7 @@ from mezzo.launch.torch.snapshots.known_types import (
 )
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.walk import Kind, Saver, Savers, State, Turn, Walk
+from mezzo.launch.torch.snapshots.walk import ObjectKind, RowParts, Saver, Savers, Turn, Walk
 
 # --- objects ---------------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def _object(walk: Walk, value: Any) -> Described:
     return "object", walk.attributes(value)
 
 
-def _new_object(state: State) -> Any:
+def _new_object(state: RowParts) -> Any:
     cls = state["class"]
     new = types.SimpleNamespace() if cls is types.SimpleNamespace else object.__new__(cls)
     if isinstance(new, torch.optim.Optimizer):  # torch and Mezzo hook the steps of what they see created
@@ -51,7 +51,7 @@ def _new_object(state: State) -> Any:
     return new
 
 
-def set_attributes(value: Any, state: State) -> None:
+def set_attributes(value: Any, state: RowParts) -> None:
     """Set an object's attributes and slots."""
     if state.get("is its own attributes"):
         value.__dict__ = value
@@ -70,7 +70,7 @@ def _error(walk: Walk, value: Any) -> Described:
     return "error", walk.attributes(value) | {"arguments": value.args}
 
 
-def _new_error(state: State) -> Any:
+def _new_error(state: RowParts) -> Any:
     create: Any = state.type(BaseException).__new__
     error = create(state["class"], *state["arguments"])
     error.args = state["arguments"]
@@ -92,7 +92,7 @@ def _scalar(walk: Walk, value: Any) -> Described:
     return "scalar", walk.attributes(value) | {"value": plain(value)}
 
 
-def _new_scalar(state: State) -> Any:
+def _new_scalar(state: RowParts) -> Any:
     plain = state["value"]
     return type(plain).__new__(state.type(type(plain)), plain)
 
@@ -144,7 +144,7 @@ def _dict(walk: Walk, value: Any) -> Described:
     return kind.__name__, parts | _own_class(walk, value, kind)
 
 
-def _new_container(state: State) -> Any:
+def _new_container(state: RowParts) -> Any:
     parent = _CONTAINERS[state.kind]
     create: Any = parent.__new__
     new = create(state.get("class", parent), *([state["items"]] if state.kind in ("tuple", "frozenset") else []))
@@ -153,7 +153,7 @@ def _new_container(state: State) -> Any:
     return new
 
 
-def _fill_sequence(value: Any, state: State) -> None:
+def _fill_sequence(value: Any, state: RowParts) -> None:
     if isinstance(value, list):
         list.__setitem__(value, slice(None), state["items"])
     elif isinstance(value, set):
@@ -168,13 +168,13 @@ def _fill_sequence(value: Any, state: State) -> None:
         set_attributes(value, state)
 
 
-def _pairs(state: State) -> list[tuple[Any, Any]]:
+def _pairs(state: RowParts) -> list[tuple[Any, Any]]:
     """Return the keys of a dict with the references to their values."""
     _, *refs = state.parts["items"]
     return [(state.restoration.value(key), ref) for key, ref in zip(refs[::2], refs[1::2], strict=True)]
 
 
-def _fill_dict(value: Any, state: State) -> None:
+def _fill_dict(value: Any, state: RowParts) -> None:
     kept = state.restoration.kept
     new = [(key, one) for key, ref in _pairs(state) if (one := kept(ref, dict.get(value, key))) is not ABSENT]
     parent: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
@@ -189,7 +189,7 @@ def _fill_dict(value: Any, state: State) -> None:
         set_attributes(value, state)
 
 
-def _fill_variables(value: Any, state: State) -> None:
+def _fill_variables(value: Any, state: RowParts) -> None:
     """Set a module's variables; its own names, and the iterators of loops that are not open, stay."""
     new = dict(_pairs(state))
     for name in [*value]:
@@ -211,12 +211,12 @@ def _weak_container(walk: Walk, value: Any) -> Described:
     return "weak dict", {"class": type(value), "items": walk.items(held)}
 
 
-def _fill_weak_set(value: Any, state: State) -> None:
+def _fill_weak_set(value: Any, state: RowParts) -> None:
     value.clear()
     value.update(state["items"])
 
 
-def _fill_weak_dict(value: Any, state: State) -> None:
+def _fill_weak_dict(value: Any, state: RowParts) -> None:
     value.clear()
     items = state["items"]
     value.update(zip(items[::2], items[1::2], strict=True))
@@ -241,7 +241,7 @@ def _file(walk: Walk, value: Any) -> Described:
     return "file", {"closed": False, "path": os.path.abspath(name), **about}
 
 
-def _new_file(state: State) -> Any:
+def _new_file(state: RowParts) -> Any:
     if state["closed"]:
         closed = io.StringIO()
         closed.close()
@@ -254,12 +254,12 @@ def _new_file(state: State) -> Any:
     return file
 
 
-def _fill_file(value: Any, state: State) -> None:
+def _fill_file(value: Any, state: RowParts) -> None:
     if state["closed"] and not value.closed:
         value.close()
 
 
-def _fill_memory_file(value: Any, state: State) -> None:
+def _fill_memory_file(value: Any, state: RowParts) -> None:
     if state["state"] is None:
         value.close()
     else:
@@ -274,12 +274,12 @@ def _bar(walk: Walk, value: Any) -> Described:
     return "bar", {"class": type(value)} | {name: getattr(value, name, None) for name in (*_BAR, "postfix", "n")}
 
 
-def _new_bar(state: State) -> Any:
+def _new_bar(state: RowParts) -> Any:
     cls = state.type(importlib.import_module("tqdm.std").tqdm)
     return cls(initial=state["n"], **{name: state[name] for name in _BAR})
 
 
-def _fill_bar(value: Any, state: State) -> None:
+def _fill_bar(value: Any, state: RowParts) -> None:
     for name in ("iterable", "n", "postfix"):
         setattr(value, name, state[name])
 
@@ -347,24 +347,26 @@ def is_replaced(value: Any, files: OwnFiles) -> bool:
     return type(value) in functions.POSITIONS or isinstance(value, _BaseDataLoaderIter)
 
 
-_TABLE: dict[str, Kind] = {
-    "object": Kind(_new_object, set_attributes),
-    "error": Kind(_new_error, set_attributes),
-    "scalar": Kind(_new_scalar, set_attributes),
-    **{one.__name__: Kind(_new_container, _fill_dict, Turn.LATE) for one in _DICTS},
-    **dict.fromkeys(("list", "deque", "tuple", "frozenset"), Kind(_new_container, _fill_sequence)),
-    "set": Kind(_new_container, _fill_sequence, Turn.LATE),
-    "variables": Kind(fill=_fill_variables, turn=Turn.LATE),
-    "bytearray": Kind(lambda state: bytearray(), lambda value, state: value.__setitem__(slice(None), state["bytes"])),
-    "weak dict": Kind(
+_TABLE: dict[str, ObjectKind] = {
+    "object": ObjectKind(_new_object, set_attributes),
+    "error": ObjectKind(_new_error, set_attributes),
+    "scalar": ObjectKind(_new_scalar, set_attributes),
+    **{one.__name__: ObjectKind(_new_container, _fill_dict, Turn.LATE) for one in _DICTS},
+    **dict.fromkeys(("list", "deque", "tuple", "frozenset"), ObjectKind(_new_container, _fill_sequence)),
+    "set": ObjectKind(_new_container, _fill_sequence, Turn.LATE),
+    "variables": ObjectKind(fill=_fill_variables, turn=Turn.LATE),
+    "bytearray": ObjectKind(
+        lambda state: bytearray(), lambda value, state: value.__setitem__(slice(None), state["bytes"])
+    ),
+    "weak dict": ObjectKind(
         lambda state: state.type(weakref.WeakKeyDictionary, weakref.WeakValueDictionary)(), _fill_weak_dict, Turn.LATE
     ),
-    "weak set": Kind(lambda state: state.type(weakref.WeakSet)(), _fill_weak_set, Turn.LATE),
-    "memory file": Kind(lambda state: state.type(*_MEMORY_FILES)(), _fill_memory_file),
-    "file": Kind(_new_file, _fill_file),
-    "bar": Kind(_new_bar, _fill_bar, Turn.AFTER),
-    "opaque": Kind(),
-    "left out": Kind(),
+    "weak set": ObjectKind(lambda state: state.type(weakref.WeakSet)(), _fill_weak_set, Turn.LATE),
+    "memory file": ObjectKind(lambda state: state.type(*_MEMORY_FILES)(), _fill_memory_file),
+    "file": ObjectKind(_new_file, _fill_file),
+    "bar": ObjectKind(_new_bar, _fill_bar, Turn.AFTER),
+    "opaque": ObjectKind(),
+    "left out": ObjectKind(),
 }
 KINDS = _TABLE | arrays.KINDS | functions.KINDS
 """By the names that rows have."""

@@ -25,14 +25,14 @@ from mezzo.launch.torch.snapshots.rewriting import (
     OWN_NAMES,
     FunctionPlace,
     TextSpan,
-    Way,
+    WayBack,
     place_of,
     position_of,
     span_of,
 )
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
-from mezzo.launch.torch.snapshots.walk import Restoration, State, Walk, cells_in, walk_through
+from mezzo.launch.torch.snapshots.walk import Restoration, RowParts, Walk, cells_in, walk_through
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
 _MOST_WALKS, _MOST_WALKING_S = 20, 5.0
@@ -271,13 +271,13 @@ class Loops:
                     )
                 one = one.f_back
 
-    def _generator_way(self, walk: Walk, generator: Any) -> Way:
+    def _generator_way(self, walk: Walk, generator: Any) -> WayBack:
         code = generator.gi_code
         at = position_of(code, generator.gi_frame.f_lasti)
         if at is None:
             raise walk.refusal(generator, "its position is not known")
         place = place_of(code)
-        return Way(self._files.name_of(code.co_filename), place, generator_frame(place), at)
+        return WayBack(self._files.name_of(code.co_filename), place, generator_frame(place), at)
 
     # --- a resumed run ---------------------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Loops:
         self._resumed, self._restoration, self._tensors = None, None, {}
         self._on_arrival()
 
-    def _move_generator(self, generator: Any, state: State) -> None:
+    def _move_generator(self, generator: Any, state: RowParts) -> None:
         frame = generator_frame(FunctionPlace(*state["place"]))
         self._variables[frame], self.entering = state["variables"], frame
         next(generator)
@@ -388,8 +388,8 @@ def generator_frame(place: FunctionPlace) -> str:
     return f"generator {place.name}:{place.line}"
 
 
-def way_from_json(row: list[Any]) -> Way:
+def way_from_json(row: list[Any]) -> WayBack:
     """Return a way from its JSON."""
     file, place, frame, to, base, (count, names), calls = row
     ends_at = None if base is None else TextSpan(*base)
-    return Way(file, FunctionPlace(*place), frame, TextSpan(*to), ends_at, (count, tuple(names)), calls)
+    return WayBack(file, FunctionPlace(*place), frame, TextSpan(*to), ends_at, (count, tuple(names)), calls)

@@ -22,7 +22,14 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from mezzo.engine.snapshots.folder import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded, saved_in
+from mezzo.engine.snapshots.folder import (
+    LoadedSnapshot,
+    RefusedSnapshot,
+    contents_at,
+    load_newest,
+    none_loaded,
+    saved_in,
+)
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
 from mezzo.launch.request import Request, ScriptFile, SnapshotRequest, TwinRequest
@@ -251,7 +258,7 @@ _POLL_S = 0.02
 class RunStart(NamedTuple):
     """Where a run begins."""
 
-    chosen: Chosen | None
+    chosen: LoadedSnapshot | None
     """The snapshot to resume; None to start over."""
     last_number: int
     """The largest snapshot number in any process: the next snapshot has the same number in all."""
@@ -297,7 +304,7 @@ def _choose_together(request: SnapshotRequest) -> RunStart:
             why = error.message
         reasons = exchange(f"read-{name[0]}", why)
         if not any(reasons):
-            return RunStart(Chosen(here[name], contents, refused), last)
+            return RunStart(LoadedSnapshot(here[name], contents, refused), last)
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
         refused.append(RefusedSnapshot(here[name], f"rank {rank}: {reasons[rank]}"))
     if not common:

@@ -32,7 +32,7 @@ OWN_NAMES = (ITERATOR, ON, CELLS, TURN, SAVED)
 """Beginnings of the names that rewriting adds to a function or a file."""
 
 
-class Way(NamedTuple):
+class WayBack(NamedTuple):
     """How a function gets back to the place where it was."""
 
     file: str
@@ -63,7 +63,7 @@ def not_entered(statement: ast.stmt, kind: type[SnapshotError]) -> SnapshotError
     )
 
 
-def rewritten(source: Source, ways: Sequence[Way] = ()) -> CodeType:
+def rewritten(source: ScriptSource, ways: Sequence[WayBack] = ()) -> CodeType:
     """Return the code of a file, with hooks in its loops, and the ways back that belong to it.
 
     Raises:
@@ -73,7 +73,7 @@ def rewritten(source: Source, ways: Sequence[Way] = ()) -> CodeType:
 
 
 class _Rewriting:
-    def __init__(self, source: Source, ways: Sequence[Way]) -> None:
+    def __init__(self, source: ScriptSource, ways: Sequence[WayBack]) -> None:
         self._source, self._tree = source, source.parsed()
         self._numbers = {id(loop): number for number, loop in enumerate(loops_of(self._tree))}
         self._ways = {way.place: way for way in ways}
@@ -112,7 +112,7 @@ class _Rewriting:
             head += _new(f"{ON} = False", at)
         return head + _Path(self, way, scopes).body(rest, statements, live=way.base is None)
 
-    def _assigned(self, way: Way, statements: Iterable[ast.stmt], at: ast.stmt) -> list[ast.stmt]:
+    def _assigned(self, way: WayBack, statements: Iterable[ast.stmt], at: ast.stmt) -> list[ast.stmt]:
         """Return statements that give a function's variables their saved values."""
         if way.place == MODULE:  # its variables are in a dict, which is restored
             return []
@@ -182,7 +182,7 @@ class _Rewriting:
 class _Path:
     """The statements of one function, with the way through them."""
 
-    def __init__(self, rewriting: _Rewriting, way: Way, scopes: list[str]) -> None:
+    def __init__(self, rewriting: _Rewriting, way: WayBack, scopes: list[str]) -> None:
         self._all, self._way, self._scopes = rewriting, way, scopes
 
     def body(self, body: list[ast.stmt], way: list[ast.stmt], *, live: bool) -> list[ast.stmt]:
@@ -415,7 +415,7 @@ def place_of(code: CodeType) -> FunctionPlace:
     return FunctionPlace(name, code.co_firstlineno)
 
 
-class Source:
+class ScriptSource:
     """One of the script's files."""
 
     def __init__(self, path: str) -> None:

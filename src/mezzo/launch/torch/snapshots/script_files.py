@@ -11,7 +11,7 @@ from typing import Any
 
 from mezzo.children.as_python import run_changed
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.snapshots.rewriting import FunctionPlace, Source, Way, codes_in, place_of, rewritten
+from mezzo.launch.torch.snapshots.rewriting import FunctionPlace, ScriptSource, WayBack, codes_in, place_of, rewritten
 
 _LIBRARY = Path(os.__file__).resolve().parent
 """Python's own modules."""
@@ -21,7 +21,7 @@ _OWN_PACKAGE = Path(__file__).resolve().parents[3]
 class OwnFiles:
     """The files of the script that have been loaded, by path."""
 
-    def __init__(self, folder: str, ways: list[Way]) -> None:
+    def __init__(self, folder: str, ways: list[WayBack]) -> None:
         """Begin with no file.
 
         Args:
@@ -30,7 +30,7 @@ class OwnFiles:
         """
         self.folder = Path(folder).resolve()
         self._ways = ways
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, ScriptSource] = {}
         self.modules: dict[str, ModuleType] = {}
         self._names: dict[str, str] = {}
         self._codes: dict[tuple[str, FunctionPlace], CodeType | None] = {}
@@ -53,7 +53,7 @@ class OwnFiles:
 
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
-        source = self.sources[path] = Source(path)
+        source = self.sources[path] = ScriptSource(path)
         # Now, because the script may leave the folder to which a path is relative.
         name = self._names[path] = os.path.relpath(os.path.realpath(path), self.folder)
         code = rewritten(source, [way for way in self._ways if way.file == name])

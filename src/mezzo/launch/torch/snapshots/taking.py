@@ -21,7 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several, save_is_due
+from mezzo.engine.processes.agreement import EXCHANGE_EVERY_S, Agreement, are_several, save_is_due
 from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder, saved_in
@@ -66,7 +66,7 @@ class ScriptSnapshots:
         self._resumed, last_number = choose_start(request)
         self._folder = Folder(Path(request.folder).absolute())
         self._folder.begin_after(last_number)
-        self._agreement = Agreement(every_s=min(EVERY_S, request.every_s / 2)) if request.ranks > 1 else None
+        self._agreement = Agreement(every_s=min(EXCHANGE_EVERY_S, request.every_s / 2)) if request.ranks > 1 else None
         tree = None if self._resumed is None else self._resumed.contents["script"]
         self._files = OwnFiles(script.folder, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
         self._loops = Loops(

@@ -354,8 +354,8 @@ class Restoration:
         *,
         places: Mapping[str, Any],
         here: Walk,
-        kinds: Mapping[str, Kind],
-        move_generator: Callable[[Any, State], None] = lambda generator, state: None,
+        kinds: Mapping[str, ObjectKind],
+        move_generator: Callable[[Any, RowParts], None] = lambda generator, state: None,
     ) -> None:
         """Begin with the objects that set-up has made.
 
@@ -423,7 +423,7 @@ class Restoration:
                 self._refuse_other_data(number, parts["checksum"])
             fill = self._kinds[name].fill
             assert fill is not None
-            fill(self._objects[number], State(self, name, parts))
+            fill(self._objects[number], RowParts(self, name, parts))
 
     def _refuse_other_data(self, number: int, saved: int) -> None:
         """Raise if a large array that was not saved, because the loop had not changed it, is another one now."""
@@ -436,7 +436,7 @@ class Restoration:
             if base >= 0 and base not in self._present:
                 raise self._lost(base)
             make = self._kinds[name].make
-            self._objects[number] = self._present[base] if base >= 0 else make(State(self, name, parts))
+            self._objects[number] = self._present[base] if base >= 0 else make(RowParts(self, name, parts))
         return self._objects[number]
 
     def set_samplers(self, loader: Any, saved: dict[str, Any] | None) -> None:
@@ -455,7 +455,7 @@ class Restoration:
         )
 
 
-class State:
+class RowParts:
     """The parts of one row; each is restored when it is asked for."""
 
     def __init__(self, restoration: Restoration, kind: str, parts: Mapping[str, Any]) -> None:
@@ -488,15 +488,15 @@ class Turn(enum.Enum):
     EARLY, LATE, AFTER, LAST = range(4)
 
 
-def nothing(state: State) -> None:
+def nothing(state: RowParts) -> None:
     """Create an object that only set-up makes: there is none."""
 
 
-class Kind(NamedTuple):
+class ObjectKind(NamedTuple):
     """How objects of one kind are restored."""
 
-    make: Callable[[State], Any] = nothing
-    fill: Callable[[Any, State], Any] | None = None
+    make: Callable[[RowParts], Any] = nothing
+    fill: Callable[[Any, RowParts], Any] | None = None
     turn: Turn = Turn.EARLY
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from mezzo.errors import NotSavable
 from mezzo.launch.torch.snapshots.rewriting import (
     Loop,
-    Source,
+    ScriptSource,
     TextSpan,
-    Way,
+    WayBack,
     not_entered,
     place_of,
     position_of,
@@ -86,7 +86,7 @@ def path_between(
     return _checked(files, stack, LoopPath(own, common, span_of(other), target))
 
 
-def _statements(source: Source, frame: FrameType, loop: TextSpan | None) -> list[ast.stmt]:
+def _statements(source: ScriptSource, frame: FrameType, loop: TextSpan | None) -> list[ast.stmt]:
     place = place_of(frame.f_code)
     if loop is not None:
         return up_to_loop(source.chain(place, loop), loop)
@@ -117,13 +117,13 @@ def _checked(files: OwnFiles, stack: list[FrameType], path: LoopPath) -> LoopPat
     return path
 
 
-def ways_of(files: OwnFiles, path: LoopPath) -> list[Way]:
+def ways_of(files: OwnFiles, path: LoopPath) -> list[WayBack]:
     """Return the way of each frame from the end of set-up.
 
     Raises:
         NotSavable: a statement on the way cannot be entered, or a call cannot be made again.
     """
-    ways = list[Way]()
+    ways = list[WayBack]()
     for number, frame in enumerate(path.frames):
         if number < path.common - 1:
             continue
@@ -139,10 +139,10 @@ def ways_of(files: OwnFiles, path: LoopPath) -> list[Way]:
         statements = _statements(source, frame, path.loop if is_last else None)
         _refuse_blocks(statements, base)
         if is_last:
-            ways.append(Way(files.name_of(code.co_filename), place, str(number), at, base))
+            ways.append(WayBack(files.name_of(code.co_filename), place, str(number), at, base))
             continue
         arguments = _arguments(statements[-1], at, frame, path.frames[number + 1].f_code)
-        ways.append(Way(files.name_of(code.co_filename), place, str(number), at, base, arguments, str(number + 1)))
+        ways.append(WayBack(files.name_of(code.co_filename), place, str(number), at, base, arguments, str(number + 1)))
     return ways
 
 

@@ -39,7 +39,7 @@ from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
 from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
-from mezzo.measure.predict.tape import Kind, TrainingTape
+from mezzo.measure.predict.tape import MemoryKind, TrainingTape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
@@ -345,7 +345,7 @@ def _sort_key(module: nn.Module) -> str:
     return f"{type(module).__qualname__} {[tuple(p.shape) for p in module.parameters()]}"
 
 
-def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], Kind], ...]:
+def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], MemoryKind], ...]:
     """Return the parameters and the buffers of a module, with their kinds."""
     return (list(module.parameters()), "parameters"), (list(module.buffers()), "buffers")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import IO
 from mezzo.children.fork_server import Starter, child_command
 from mezzo.children.script_text import Kind
 from mezzo.children.signals import Guarded, Process
-from mezzo.error_texts import advice_for, refuses_format
+from mezzo.error_texts import advice_for, is_of_sparse_tensor, missing_key, missing_module, refuses_format
 from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
 from mezzo.measure.predict.tape import TrainingTape
@@ -152,7 +151,7 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         if not request.as_module and not Path(request.script).is_file():
             raise UsageError(f"there is no script {request.script!r}", hint="check the path")
     found, output = _recorded(requests, deadline_s)
-    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in ONLY_PROCESS)) for one in found):
+    if all(missing_key(one.error) in ONLY_PROCESS for one in found):
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
     if not any(one.tape for one in found) and all(one.gpu_queries for one in found):
@@ -253,10 +252,9 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
             f"{request.script} ended before it trained: {one.error} ({printed})",
             hint="check the script's own arguments; run it by itself with them first",
         )
-    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
-    if missing is not None:
+    if missing := missing_module(one.error):
         return ScriptError(
-            f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
+            f"{request.script} imports {missing!r}, which is not installed here: {one.error}",
             hint=f"install it for {sys.executable}, or run the script by itself first",
         )
     if one.needs_numbers:
@@ -265,7 +263,7 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
             hint="pass the size where the function accepts one, such as output_size= of repeat_interleave or num_classes= of one_hot, "
             "or predict the model by name with --model",
         )
-    if "SparseTensorImpl" in one.error:
+    if is_of_sparse_tensor(one.error):
         return ScriptError(
             f"{request.script} cannot be predicted: its gradients are sparse, and their size depends on numbers ({one.error})",
             hint="trace it with sparse=False in its nn.Embedding, which gives an upper bound, or measure it with mezzo run",

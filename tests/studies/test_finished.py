@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.resuming import LEDGER, Finished
 from mezzo.records import write_record
+from mezzo.studies.finished import LEDGER, Finished
 from record_builders import run_record
 
 SAME = {"script": "train.py", "the script's text": "abc", "its arguments": "--lr 0.1"}
@@ -17,7 +17,7 @@ SAME = {"script": "train.py", "the script's text": "abc", "its arguments": "--lr
 def filled(folder: Path) -> Finished:
     finished = Finished(folder, SAME)
     write_record(run_record("fp32", num_steps=3), folder / "fp32-seed0" / "record.json")
-    finished.add("fp32-seed0", folder / "fp32-seed0" / "record.json")
+    finished.add("fp32-seed0")
     return finished
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mezzo import Session
-from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were, runs_in_tf32, set_fp32_products
+from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were, runs_in_tf32, set_fp32_products
 from mezzo.launch.torch import switched
 from mezzo.measure.flops import OperandFormats
 from mezzo.policy import Policy

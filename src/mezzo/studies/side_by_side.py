@@ -33,7 +33,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NU
 _LIST_GPUS_TIMEOUT_S = 10.0
 _GPU = re.compile(r"^(\s*)\S.*\(UUID: ((?:GPU|MIG)-[^)]+)\)", re.MULTILINE)
 
-Ended = tuple[Request, AnyRecord]
+RequestAndRecord = tuple[Request, AnyRecord]
 LimitS = Callable[[], float | None]
 """Returns the time limit, in seconds, of a run that begins now."""
 
@@ -56,7 +56,7 @@ class Engine(Protocol):
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Let the runs inside share what they have in common, such as imported libraries; ``folder`` is the command's."""
 
-    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[RequestAndRecord]:
         """Execute runs; yield each request with its record when its run has ended."""
 
 
@@ -97,7 +97,7 @@ class OneAfterAnother:
         """Let the runs inside share their imports."""
         return runner.shared_imports()
 
-    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[RequestAndRecord]:
         """Execute the runs."""
         with stoppable() as stop:
             for request in requests:
@@ -170,7 +170,7 @@ def _cores() -> int:
 
 # --- runs at once ----------------------------------------------------------------------------------------------------------------
 
-_Results = SimpleQueue[Ended | BaseException | None]
+_Results = SimpleQueue[RequestAndRecord | BaseException | None]
 """Runs that have ended; an error of Mezzo's own; None for a run that a signal stopped."""
 
 
@@ -209,7 +209,7 @@ class SideBySide:
                     thread.join()
                 self._threads.clear()
 
-    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[RequestAndRecord]:
         """Execute the runs, while the engine is open.
 
         Raises:
@@ -264,7 +264,7 @@ class SideBySide:
                 item[2].put(error)
 
 
-def _run_in(slot: Slot, request: Request, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
+def _run_in(slot: Slot, request: Request, limit_s: LimitS, stop: Stop) -> RequestAndRecord | BaseException | None:
     """Run a request in a slot; return the result for the queue."""
     variables = {**request.variables, **slot.variables}
     placed = request.model_copy(update={"variables": variables, "placement": slot.placement})

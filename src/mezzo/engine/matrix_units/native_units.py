@@ -1,4 +1,4 @@
-"""Linear layers in FP8 on a GPU's own matrix units, by torchao's float8 training.
+"""The device's own matrix units: TF32 for FP32 products, FP8 for linear layers by torchao's float8 training.
 
 torchao computes the three products of a linear layer with 8-bit operands; weights, gradients and saved activations are
 unchanged. It has its own class for such layers. A layer is converted in place, by changing its class and settings: it
@@ -19,8 +19,11 @@ Outside the session's region a layer computes as it did before, like every other
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,18 +33,14 @@ from torch import Tensor, nn
 from mezzo.engine.casts import conversion
 from mezzo.errors import UnsupportedFormatError
 from mezzo.explain import Choice
-from mezzo.formats import FP32, FP64
+from mezzo.formats import FP32, FP64, Recipe
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 
 _MULTIPLE = 16
 SizeFault = Literal["not multiples", "too small"]
 """Why a linear layer's sizes keep it in 16 bits."""
 _SIZES = "a size is not a multiple of 16, which FP8 matrix units require"
-_TOO_SMALL = {
-    "tensorwise": "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)",
-    "rowwise": "too small to gain: no more than 2048 outputs, 1024 inputs, or 4096 outputs and 2048 inputs together "
-    "(torchao's measurements on H100s)",
-}
 _LAST = "the last linear layer: its errors reach the loss undamped"
 _OWN_CODE = "it has code of its own, which a layer in FP8 would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
@@ -98,24 +97,32 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    fault = fault_of_sizes(layer.out_features, layer.in_features, policy.fp8_recipe)
-    if fault is None:
+    recipe = recipe_of(policy)
+    fault = None if recipe is None else fault_of_sizes(layer.out_features, layer.in_features, recipe)
+    if recipe is None or fault is None:
         return None
-    return _SIZES if fault == "not multiples" else _TOO_SMALL[policy.fp8_recipe]
+    return _SIZES if fault == "not multiples" else _least_sizes(recipe)
 
 
-def fault_of_sizes(outputs: int, inputs: int, recipe: str) -> SizeFault | None:
+def fault_of_sizes(outputs: int, inputs: int, recipe: Recipe) -> SizeFault | None:
     """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
     if outputs % _MULTIPLE or inputs % _MULTIPLE:
         return "not multiples"
     return "too small" if _too_small(outputs, inputs, recipe) else None
 
 
-def _too_small(outputs: int, inputs: int, recipe: str) -> bool:
-    # The sizes of torchao's own filter, which is not yet a stable part of its interface.
-    if recipe == "tensorwise":
-        return outputs <= 1024 and inputs <= 4096
-    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+def _too_small(outputs: int, inputs: int, recipe: Recipe) -> bool:
+    return any(outputs <= most_outputs and inputs <= most_inputs for most_outputs, most_inputs in recipe.too_small)
+
+
+def _least_sizes(recipe: Recipe) -> str:
+    limits = [
+        " and ".join(
+            f"{most:g} {side}" for most, side in zip(sizes, ("outputs", "inputs"), strict=True) if math.isfinite(most)
+        )
+        for sizes in recipe.too_small
+    ]
+    return f"too small to gain: no more than {', or '.join(limits)} (torchao's measurements on H100s)"
 
 
 def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> list[Choice]:
@@ -186,3 +193,96 @@ def _in_fp8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Ten
         rows = x.reshape(-1, x.shape[-1])
         padded: Tensor = call(F.pad(rows, (0, 0, 0, missing)))
         return padded[: len(rows)].reshape(*x.shape[:-1], -1)
+
+
+# torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). If only a newer one is
+# set, torch raises when an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both readable. No
+# switch queries the CUDA driver.
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+Products = Literal["tf32", "ieee"]
+_TF32_FROM = (8, 0)
+"""The first compute capability with TF32 matrix units; on older GPUs the switches change nothing."""
+_RECURRENT = ("_cudnn_rnn", "_thnn_fused")
+
+
+def set_fp32_products(precision: Products) -> None:
+    """Compute FP32 products, convolutions and recurrent layers on CUDA in TF32, or in FP32, for the whole process."""
+    tf32 = precision == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    _CUDNN.allow_tf32 = tf32
+    if tf32:
+        _MKLDNN.matmul.fp32_precision = "ieee"  # "high" would change products on CPUs too, and TF32 is CUDA's here
+    elif "tf32" in (_CUDNN.conv.fp32_precision, _CUDNN.rnn.fp32_precision):  # from torch.backends.fp32_precision
+        _CUDNN.fp32_precision = "ieee"
+
+
+@contextmanager
+def fp32_products_as_they_were() -> Iterator[None]:
+    """Restore the switches at the end."""
+    before = _Switches.now()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def runs_in_tf32(op: str, operand: Tensor) -> bool:
+    """Return whether a product of FP32 operands runs in TF32.
+
+    Args:
+        op: aten's name of the operation, without its overload.
+        operand: one of its operands, in FP32.
+    """
+    if not operand.is_cuda or torch.version.hip is not None:
+        return False
+    if "conv" in op:
+        switch = _CUDNN.conv
+    elif op.startswith(_RECURRENT):
+        switch = _CUDNN.rnn
+    else:
+        switch = torch.backends.cuda.matmul
+    return bool(switch.fp32_precision == "tf32") and torch.cuda.get_device_capability(operand.device) >= _TF32_FROM
+
+
+@dataclass(frozen=True)
+class _Switches:
+    """The values of all switches; an older one is None if newer ones disagree, which makes it unreadable."""
+
+    older: str | None
+    older_cudnn: bool | None
+    matmul: str
+    cudnn: str
+    conv: str
+    rnn: str
+    cpu: str
+
+    @classmethod
+    def now(cls) -> _Switches:
+        return cls(
+            older=_read(torch.get_float32_matmul_precision),
+            older_cudnn=_read(lambda: _CUDNN.allow_tf32),
+            matmul=torch.backends.cuda.matmul.fp32_precision,
+            cudnn=_CUDNN.fp32_precision,
+            conv=_CUDNN.conv.fp32_precision,
+            rnn=_CUDNN.rnn.fp32_precision,
+            cpu=_MKLDNN.matmul.fp32_precision,
+        )
+
+    def restore(self) -> None:
+        if self.older is not None:
+            torch.set_float32_matmul_precision(self.older)
+        torch.backends.cuda.matmul.fp32_precision = self.matmul
+        _MKLDNN.matmul.fp32_precision = self.cpu
+        _CUDNN.fp32_precision = self.cudnn
+        if self.older_cudnn is not None:
+            _CUDNN.allow_tf32 = self.older_cudnn
+        else:
+            _CUDNN.conv.fp32_precision, _CUDNN.rnn.fp32_precision = self.conv, self.rnn
+
+
+def _read(switch: Callable[[], Any]) -> Any:
+    try:
+        return switch()
+    except RuntimeError:
+        return None

@@ -15,9 +15,9 @@ from typing import Literal
 import pytest
 
 from mezzo.children.signals import stoppable
-from mezzo.launch import on_cluster as engine
 from mezzo.launch.request import Request
 from mezzo.records import CheckRecord, CompareRecord, FallbackRecord, RunRecord, read_record, write_record
+from mezzo.studies import on_cluster as engine
 from paths import SCRIPTS
 from record_builders import run_record
 
@@ -328,7 +328,7 @@ echo "Submitted batch job 71"
 def test_a_job_of_slurms_has_sbatchs_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real submitit, and an sbatch that only keeps the script: there is no Slurm here."""
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    from mezzo.launch.on_cluster import Slurm
+    from mezzo.studies.on_cluster import Slurm
 
     programs, copy = tmp_path / "bin", tmp_path / "job.sh"
     programs.mkdir()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import re
 import sys
@@ -31,9 +32,11 @@ import mezzo
 from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
-from mezzo.engine.matrix_units import fp8_torchao as fp8layers
-from mezzo.engine.matrix_units.emulation import LINEAR, float8_linear, quantise
-from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from mezzo.engine.matrix_units import emulation
+from mezzo.engine.matrix_units import native_units as fp8layers
+from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, Scaling
+from mezzo.formats import FP32 as FP32_FORMAT
+from mezzo.formats import RECIPES as TABLE
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
@@ -53,6 +56,17 @@ def emulated_config(recipe: str) -> Any:
 # --- the formats of AMD's MI300 --------------------------------------------------------------------------------------
 
 FNUZ = (E4M3FNUZ, E5M2FNUZ)
+
+
+def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tensor, Tensor]:
+    """Round to a format with one scale for the tensor, or for each row along a dimension."""
+    rows = Scaling(extent="row", format=FP32_FORMAT, rule="power of two above")
+    scaling = Scaling(extent="tensor", format=FP32_FORMAT) if along is None else rows
+    return emulation.quantise(x, dataclasses.replace(fmt, scaling=scaling), along=-1 if along is None else along)
+
+
+def float8_linear(x: Tensor, weight: Tensor, *, recipe: str = "tensorwise") -> Tensor:
+    return emulation.float8_linear(x, weight, recipe=TABLE[recipe, "ocp"])
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, *FNUZ], ids=lambda f: f.name)
@@ -92,7 +106,10 @@ def test_a_layer_in_mi300s_formats(recipe: str) -> None:
     assert float((found.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
     if recipe == "tensorwise":  # by rows scales are powers of two, and both formats have the same mantissa
         assert not torch.equal(found, float8_linear(x, weight))
-    assert policy.required_formats == FNUZ
+    assert [fmt.name for fmt in policy.required_formats] == {
+        "tensorwise": ["e4m3fnuz", "e5m2fnuz"],
+        "rowwise": ["e4m3fnuz"] * 2,
+    }[recipe]
 
 
 def test_each_device_has_its_own_pair() -> None:
@@ -689,7 +706,11 @@ def test_a_gpus_units_compute_what_the_emulation_says(recipe: str, rows: int) ->
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_linear_layers_compile_with_dynamic_shapes(recipe: str) -> None:
     """Outside any region, so the emulation itself is traced: a global number in it was a variable that could not be lifted."""
-    first, second, linear = randn(8, 8).requires_grad_(), randn(8, 8).requires_grad_(), LINEAR[recipe, "ocp"]
+    first, second, linear = (
+        randn(8, 8).requires_grad_(),
+        randn(8, 8).requires_grad_(),
+        functools.partial(float8_linear, recipe=recipe),
+    )
 
     def net(x: Tensor) -> Tensor:
         return linear(linear(x.to(BF16), first), second)

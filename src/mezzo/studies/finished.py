@@ -10,18 +10,18 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo.children.signals import stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import Engine
 from mezzo.records import AnyRecord, RunRecord, record_at
 from mezzo.records.files import write_whole
 from mezzo.records.run import RUN_NAME
 
+_LONGEST = 80
+BUDGET_GRACE_S = 30.0
+"""Time that a run may take beyond a command's budget before it is killed: the estimate may have been too low."""
 LEDGER = "finished.json"
 
 
@@ -32,8 +32,9 @@ class Finished:
     on disk, so that everything that an interruption left unfinished runs again.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
-        self._folder, self.identity = folder, dict(identity)
+    def __init__(self, folder: Path, identity: Mapping[str, str], *, what: str = "command") -> None:
+        """Read the list in a folder; ``what`` names the command's work in messages."""
+        self._folder, self.identity, self.what = folder, dict(identity), what
         ledger = read_object(folder / LEDGER)
         before: dict[str, str] = ledger.get("identity", {})
         changed = [name for name, value in self.identity.items() if before.get(name) != value]
@@ -63,9 +64,9 @@ class Finished:
         path = self._parts.get(name)
         return None if path is None else record_at(self._folder / path)
 
-    def add(self, name: str, path: Path) -> None:
-        """List a part whose record is at ``path``, inside the folder."""
-        self._parts[name] = path.relative_to(self._folder).as_posix()
+    def add(self, name: str) -> None:
+        """List a part whose record is in its own folder, of that name."""
+        self._parts[name] = f"{name}/record.json"
         self.write()
 
     def begin(self, options: Mapping[str, str], *, restart: bool) -> None:
@@ -141,13 +142,6 @@ def _shown(value: str | None) -> str:
     return "nothing" if not value else value if len(value) <= 40 else f"{value[:12]}..."
 
 
-# --- The runs of a comparison: their names and their arguments. Imports no torch ------------------------------------------------
-
-_LONGEST = 80
-GRACE_S = 30.0
-"""Time that a run may take beyond a command's budget before it is killed: the estimate may have been too low."""
-
-
 def folder_name(policy: str) -> str:
     """Return a policy's text as part of a folder's name, in characters that every file system allows.
 
@@ -167,81 +161,3 @@ def run_name(policy: str, seed: int) -> str:
 def named_arguments(arguments: Sequence[str], name: str) -> tuple[str, ...]:
     """Return the script's arguments with the run's name in place of ``{run}``."""
     return tuple(argument.replace(RUN_NAME, name) for argument in arguments)
-
-
-# --- Runs that a plan requests one by one, executed in waves: the next run together with those that will probably be requested after it ---
-
-# A check and a search decide what to run next from what they know. If several runs are possible at once, their next requests are guessed
-# and run in advance. A guessed run that is requested later is ready by then; one that is never requested does not count. So the course
-# and the answer are the same as with one run at a time. Imports no torch.
-
-_WIDEST = 32
-"""Most runs of a wave if the cluster sets no limit."""
-
-Ahead = Callable[[], Iterable[Request]]
-"""Yields the requests that will probably follow, the likeliest first."""
-Reuse = Callable[[Request], AnyRecord | None]
-"""Returns the record of a run that an earlier command finished; None if there is none."""
-
-
-class Waves:
-    """The runs of one command."""
-
-    def __init__(self, engine: Engine, identity: Mapping[str, str]) -> None:
-        """Prepare to run.
-
-        Args:
-            engine: executes the runs; it is open.
-            identity: what must be the same for an earlier command's run to be used: script text, versions.
-        """
-        self._engine, self._identity = engine, identity
-        self._ready: dict[str, AnyRecord] = {}
-        """Records of runs that have not been requested yet, by their path."""
-        self.reused: set[str] = set()
-        """Names of the folders of requested runs that an interrupted command had finished."""
-
-    @property
-    def at_once(self) -> int:
-        """The most runs of a wave."""
-        return self._engine.at_once or _WIDEST
-
-    def record(
-        self,
-        request: Request,
-        *,
-        limit_s: float | None = None,
-        ahead: Ahead = tuple,
-        reuse: Reuse = lambda _: None,
-    ) -> AnyRecord:
-        """Return the record of a run, which is executed now unless its record is ready.
-
-        Args:
-            request: what to run.
-            limit_s: seconds after which each run of the wave is stopped; None for no limit.
-            ahead: yields what will probably be run next.
-            reuse: finds a run of an earlier command.
-
-        Raises:
-            Stopped: a signal has stopped the command; it carries the record that the run left, if it is a run's.
-        """
-        with stoppable() as stop:
-            stop.check()
-            request = with_digest(request, self._identity)
-            if request.record_path not in self._ready:
-                earlier = reuse(request)
-                if earlier is not None:
-                    self.reused.add(Path(request.record_path).parent.name)
-                    return earlier
-                wave = [request, *self._in_advance(ahead, reuse)]
-                for ended, record in self._engine(wave, lambda: limit_s):
-                    self._ready[ended.record_path] = record
-            left = record_at(request.record_path) if stop.stopped else None
-            stop.check(left if isinstance(left, RunRecord) else None)
-        return self._ready.pop(request.record_path)
-
-    def _in_advance(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
-        """Return what to run together with the requested run."""
-        if self.at_once == 1:
-            return []
-        likely = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
-        return [request for request in likely if request.record_path not in self._ready and reuse(request) is None]

@@ -15,10 +15,10 @@ import pytest
 from helpers_waiting import LONGEST_S, until
 from mezzo.children.signals import stoppable
 from mezzo.errors import ScriptError, UsageError
-from mezzo.launch import side_by_side as engine
 from mezzo.launch.request import Request
-from mezzo.launch.side_by_side import Slot, listed_gpus, slots, visible_gpus
 from mezzo.records import Placement, RunRecord
+from mezzo.studies import side_by_side as engine
+from mezzo.studies.side_by_side import Slot, listed_gpus, slots, visible_gpus
 from record_builders import run_record
 
 TWO_GPUS = """GPU 0: NVIDIA H100 PCIe (UUID: GPU-aa11)
@@ -98,7 +98,9 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run, *, num: int, 
         yield request.seed
 
 
-def made(given: list[Slot], folder: Path, asked: list[Request], *, limit_s: float | None) -> Iterator[engine.Ended]:
+def made(
+    given: list[Slot], folder: Path, asked: list[Request], *, limit_s: float | None
+) -> Iterator[engine.RequestAndRecord]:
     jobs = engine.SideBySide(given)
     with jobs.opened(folder):
         yield from jobs(asked, lambda: limit_s)

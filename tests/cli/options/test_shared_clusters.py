@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli.options.clusters import engine_of, named_cluster
+from mezzo.cli.options.shared import engine_of, named_cluster
 from mezzo.errors import UsageError
-from mezzo.launch.on_cluster import Ray, Slurm
-from mezzo.launch.side_by_side import one_after_another
+from mezzo.studies.on_cluster import Ray, Slurm
+from mezzo.studies.side_by_side import one_after_another
 
 
 @pytest.mark.parametrize("jobs", [None, 1])
@@ -83,7 +83,7 @@ def test_a_clusters_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whether_each_run_has_a_gpu_follows_from_the_options(
     text: str, gives_gpus: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mezzo.launch.on_cluster.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("mezzo.studies.on_cluster.shutil.which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     made = named_cluster(text)

@@ -23,11 +23,11 @@ from mezzo.children.signals import Stopped, stoppable
 from mezzo.errors import RecordError, UsageError
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import read_object
 from mezzo.launch.runner import run_alone, substitute_record
-from mezzo.launch.side_by_side import Ended, LimitS, output_of, run_label, visible_gpus
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 from mezzo.records.files import write_whole
+from mezzo.studies.finished import read_object
+from mezzo.studies.side_by_side import LimitS, RequestAndRecord, output_of, run_label, visible_gpus
 
 _POLL_S = 0.5
 _CANCEL_S = 15.0
@@ -112,7 +112,7 @@ class OnCluster:
             if self._folder is None:
                 self._cluster.end()
 
-    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[RequestAndRecord]:
         """Execute the runs, while the engine is open."""
         if requests and self._folder is not None:
             self._cluster.begin(self._folder)
@@ -140,7 +140,7 @@ class _Runs:
         self._waiting = deque((request, 1) for request in requests)
         self._running: list[_Running] = []
 
-    def ended(self) -> Iterator[Ended]:
+    def ended(self) -> Iterator[RequestAndRecord]:
         with stoppable() as stop:
             while (self._waiting or self._running) and not stop.stopped:
                 while self._waiting and (self._jobs is None or len(self._running) < self._jobs):

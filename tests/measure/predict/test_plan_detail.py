@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.detail import module_times, timeline
+from mezzo.measure.predict.plan import module_times, timeline
 from mezzo.measure.predict.step import Conditions
 from mezzo.measure.predict.tape import CostedOperation, MemoryBlock, TrainingTape
 

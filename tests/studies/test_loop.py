@@ -1,18 +1,21 @@
-"""Runs in waves: what is expected is made beside what is asked for, once, and used when it is asked for; the rest counts for nothing."""
+"""The loop of runs: parts in their order, guessed runs next to wanted ones, what an interrupted command finished, and signals."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.resuming import Waves
-from mezzo.launch.side_by_side import Ended, output_of, run_label
-from mezzo.records import AnyRecord, RunRecord
+from mezzo.records import AnyRecord, RunRecord, write_record
+from mezzo.studies.finished import Finished
+from mezzo.studies.loop import Done, Study, Wanted, carry_out
+from mezzo.studies.side_by_side import RequestAndRecord, output_of, run_label
 from record_builders import run_record
 
 
@@ -26,7 +29,7 @@ class Engine:
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
+    def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[RequestAndRecord]:
         self.waves.append([request.seed for request in requests])
         for request in requests:
             if self._interrupted:
@@ -43,7 +46,7 @@ def asked(folder: Path, seed: int) -> Request:
 
 def course(folder: Path, engine: Engine, seeds: Sequence[int], finished: Sequence[int] = ()) -> list[int | None]:
     """Ask for runs by their seed, and expect the three that follow."""
-    waves = Waves(engine, {"script": "train.py"})
+    study = Study(engine, Finished(folder, {"script": "train.py"}))
 
     def reuse(request: Request) -> AnyRecord | None:
         assert request.digest
@@ -52,7 +55,7 @@ def course(folder: Path, engine: Engine, seeds: Sequence[int], finished: Sequenc
     found = []
     for seed in seeds:
         after = range(seed + 1, seed + 4)
-        record = waves.record(
+        record = study.record(
             asked(folder, seed), ahead=lambda after=after: (asked(folder, s) for s in after), reuse=reuse
         )  # type: ignore[misc]
         assert isinstance(record, RunRecord)
@@ -98,3 +101,58 @@ def test_a_run_and_its_output_are_named_after_its_record(tmp_path: Path, path: s
     request = asked(tmp_path, 0).model_copy(update={"record_path": str(tmp_path / path)})
     assert run_label(request) == label
     assert output_of(request) == (tmp_path / path).with_name(output)
+
+
+def learned(folder: Path, names: Sequence[str], *, lost: str = "", stop_in: str = "") -> tuple[list[str], list[str]]:
+    """Carry out one part after another; return what each led to, and the printed lines."""
+    study, left = Study(Engine(1), Finished(folder, {}, what="check")), [*names]
+    found: list[str] = []
+    lines: list[str] = []
+
+    def run(name: str) -> RunRecord | None:
+        if name == stop_in:
+            with stoppable() as stop:
+                stop.handle(2)
+        record = run_record("fp32", num_steps=3)
+        write_record(record, folder / name / "record.json")
+        return None if name == lost else record
+
+    def learn(name: str, done: Done) -> str:
+        found.append(f"{name} {'resumed' if done.resumed else 'ran' if done.record is not None else 'lost'}")
+        return f"learned {name}"
+
+    def plan() -> Wanted | None:
+        if not left:
+            return None
+        name = left.pop(0)
+        do, told = partial(run, name), partial(learn, name)
+        return Wanted(name=name, title=name.upper(), says=f"begins {name}", do=do, learn=told)
+
+    with stoppable(), contextlib.suppress(Stopped):
+        carry_out(plan, study=study, say=lines.append)
+    return found, lines
+
+
+def test_a_plan_is_carried_out_and_continued(tmp_path: Path) -> None:
+    assert learned(tmp_path, ["a", "b", "c"], lost="b", stop_in="b") == (
+        ["a ran", "b lost"],  # the signal came in b: c never begins
+        ["begins a", "A: learned a", "begins b", "B: learned b"],
+    )
+    assert learned(tmp_path, ["a", "b", "c"]) == (
+        ["a resumed", "b ran", "c ran"],  # what was lost runs again
+        [
+            "A: learned a (from the interrupted check)",
+            *("begins b", "B: learned b"),
+            *("begins c", "C: learned c"),
+        ],
+    )
+
+
+def test_runs_of_one_wave_are_told_as_they_end(tmp_path: Path) -> None:
+    engine, ended = Engine(1), []
+    study = Study(engine, Finished(tmp_path, {}))
+    others = [asked(tmp_path, seed) for seed in (1, 2)]
+    for seed in range(3):
+        left = others[seed:]
+        study.record(asked(tmp_path, seed), together=left, ended=lambda request, record: ended.append(request.seed))
+    assert (engine.waves, ended) == ([[0, 1, 2]], [0, 1, 2])
