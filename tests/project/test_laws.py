@@ -476,6 +476,7 @@ FRAMEWORKS_NAMED = {
     "patching/make.py": "which of the styles a script is patched in",
     "patching/text.py": "names of these styles",
     "patching/reading.py": "what the calls of each library do",
+    "policy.py": "the names of presets in other libraries",
     "records/run.py": "the libraries in the records of this version",
     "commands/check/patches.py": "a patch of the library's own mixed precision",
     "commands/diagnose/fixes.py": "what a library cannot do",
@@ -524,14 +525,9 @@ REACHED: dict[str, int] = {
     "engine.scaling.DynamicScale": 1,
     "engine.scaling.NoScale": 1,
     "engine.window.Window": 3,
-    "launch.keras.eager_values.EagerValues": 6,
-    "launch.keras.state.KerasRun": 18,
-    "launch.paddle.backward.BackwardPasses": 1,
+    "launch.keras.state.KerasRun": 2,
     "launch.paddle.state.HostScale": 1,
-    "launch.paddle.state.PaddleRun": 7,
-    "launch.ranks.leading.Leader": 2,
-    "launch.ranks.meeting.Meeting": 1,
-    "launch.ranks.launched.FailureReason": 3,
+    "launch.paddle.state.PaddleRun": 1,
     "commands.tune.runs.Tune": 1,
     "launch.torch.phase.Phase": 5,
     "launch.torch.open_update.OpenUpdate": 8,
@@ -831,7 +827,10 @@ def _assigned(source: str) -> Iterator[tuple[str, ast.expr]]:
         yield from ((target.id, value) for target in targets if isinstance(target, ast.Name) and value is not None)
 
 
-SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
+SAME_FOR_EACH_FRAMEWORK = (
+    *("launch/torch/", "launch/keras/", "launch/paddle/", "observe/"),
+    *("frameworks/keras.py", "frameworks/paddle.py"),
+)
 SAME_FOR_EACH_TRACKER = "report/tracking/"
 SAME_EVERYWHERE = {
     "FRAMEWORK": "the description of each framework",
