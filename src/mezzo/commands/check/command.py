@@ -105,7 +105,7 @@ def check(
         )
     folder = opts.script.folder("check")
     with stoppable() as stop, shown() as progress:
-        opts.budget.console = progress.console
+        opts = replace(opts, budget=replace(opts.budget, console=progress.console))
         try:
             with engine.opened(folder):
                 record, code = _checked(opts, folder, engine)

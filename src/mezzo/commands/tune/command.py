@@ -24,7 +24,7 @@ from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial
-    from mezzo.commands.tune.plan import Changes, Configuration
+    from mezzo.commands.tune.plan import Changes, SearchKnowledge
     from mezzo.commands.tune.runs import Tune
     from mezzo.devices import Device
     from mezzo.records import Reason, RunRecord, TuneRecord
@@ -108,7 +108,8 @@ def tune(
     Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
     the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
-    from mezzo.commands.tune.plan import grid
+    from mezzo.commands.check.plan import MARGIN
+    from mezzo.commands.tune.plan import SearchKnowledge, grid
     from mezzo.gpus import gpu_named
     from mezzo.measure.checkpointing.wanted import bytes_of_text
 
@@ -124,7 +125,7 @@ def tune(
     check_times(engine)
     folder = script.folder("tune")
     with stoppable() as stop, shown() as progress:
-        time_left.console = progress.console
+        time_left = replace(time_left, console=progress.console)
         try:
             with engine.opened(folder):
                 here = machine_of(engine, folder).device
@@ -132,8 +133,15 @@ def tune(
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
                 predicted_for = _KERAS_TIMES if unchanged else gpu_of(target_gpu, here)
                 ruled_out = rule_out(script, configurations, predicted_for, limit_bytes, time_left)
-                tuning = _tuning(script, folder, time_left, configurations, (steps, seeds, limit_bytes), engine)
-                tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
+                known = SearchKnowledge(
+                    configurations=tuple(configurations),
+                    steps=steps,
+                    repeats=seeds,
+                    memory_bytes=limit_bytes,
+                    margin=MARGIN,
+                    ruled_out=ruled_out.reasons,
+                )
+                tuning = _tuning(script, folder, time_left, known, engine)
                 left_out = [*notes, *unchanged, *ruled_out.notes, *how_placed(engine)]
                 record, code = _tuned(script, tuning, time_left, left_out)
         except Stopped as stopped:
@@ -236,24 +244,17 @@ def _tuning(
     script: Script,
     folder: Path,
     budget: Budget,
-    configurations: list[Configuration],
-    limits: tuple[int, int, int | None],
+    known: SearchKnowledge,
     engine: Engine,
 ) -> Tune:
-    from mezzo.commands.check.plan import MARGIN
-    from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
     from mezzo.studies.loop import Study
 
-    steps, repeats, memory_bytes = limits
-    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(known.steps))
     if len(finished):
         budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
     finished.write()
-    budget.say(f"{len(configurations)} configurations, including the script as it is")
-    known = SearchKnowledge(
-        configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
-    )
+    budget.say(f"{len(known.configurations)} configurations, including the script as it is")
     return Tune(
         known=known,
         budget_s=max(budget.seconds - budget.spent_s, 1.0),

@@ -29,12 +29,17 @@ from mezzo.engine.session import Session
 class ScriptBatches:
     """Watches a script's loaders; those with batches of size ``own`` yield batches of size ``wanted`` instead."""
 
-    def __init__(self, *, own: int | None = None, wanted: int | None = None) -> None:
-        self._own, self._wanted = own, wanted
+    def __init__(
+        self,
+        *,
+        own: int | None = None,
+        wanted: int | None = None,
+        loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Watch nothing yet; ``loading`` opens a context for each batch that a loader prepares, which is the host's work."""
+        self._own, self._wanted, self._loading = own, wanted, loading
         self.drawn: list[int] = []
         """Samples of each batch drawn since ``restart``."""
-        self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A context for each batch that a loader prepares: its transforms, even if they are modules, are the host's work."""
 
     def restart(self) -> list[int]:
         """Return ``drawn``, and empty it."""
@@ -60,7 +65,7 @@ class ScriptBatches:
             original_sampler_init(instance, source, self._size(batch_size), drop_last)
 
         def following_batch(instance: Any) -> Any:
-            with self.loading():
+            with self._loading():
                 batch = original_next(instance)
             size = first_size([batch])
             if size is not None:

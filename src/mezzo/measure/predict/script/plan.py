@@ -160,9 +160,7 @@ def _tapes_at_other_size(
         return [], f"at batch {other} {error.message}"
     if batch_in_arguments is not None:
         _check_sizes(requests[0].script, known.tape, tapes[0].tape, sizes=sorted((size, other)))
-        for one in tapes:
-            if one.tape is not None:
-                one.tape.batch = other
+        tapes = [one if one.tape is None else replace(one, tape=replace(one.tape, batch=other)) for one in tapes]
     elif tapes[0].batch != other:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     return tapes, ""
@@ -243,15 +241,14 @@ def _check_sizes(script: str, one: TrainingTape | None, other: TrainingTape | No
 
 def _pair_tapes(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
     assert one.tape is not None  # recorded_tapes raises otherwise
-    if size is not None:
-        one.tape.batch = size
+    first = one.tape if size is None else replace(one.tape, batch=size)
     why, second = "", None if other is None else other.tape
     if second is not None:
         try:
-            check_same_steps(one.tape, second)
+            check_same_steps(first, second)
         except UsageError:
-            why, second = f"it runs other operations at batch {second.batch} than at batch {one.tape.batch}", None
-    return why, Tapes(one.tape, second, num_batches=one.num_batches)
+            why, second = f"it runs other operations at batch {second.batch} than at batch {first.batch}", None
+    return why, Tapes(first, second, num_batches=one.num_batches)
 
 
 def _own_precision(tape: TrainingTape | None) -> list[Reason]:
