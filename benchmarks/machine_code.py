@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from benchmarks.harness import report
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 
 GPUS = {"T4": 75, "A100": 80, "L4, RTX 4090": 89, "H100, H200": 90, "B200": 100, "RTX 5090": 120}
 """Compute capabilities."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,10 +14,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import mezzo
 from mezzo.engine.casts.casting import Casting
+from mezzo.engine.kernels import reference
 from mezzo.policy import Policy
 
 HALVES = (torch.float16, torch.bfloat16)
+REFERENCE = SimpleNamespace(
+    adamw=partial(reference.apply, mezzo.AdamW._rule),
+    sgd=partial(reference.apply, mezzo.SGD._rule),
+    sum_of_squares=reference.sum_of_squares,
+)
+"""The formulas of the optimizers, called as compiled kernels are."""
 
 
 def casting(policy: str) -> Casting:

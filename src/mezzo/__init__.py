@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mezzo.callables import ranges as ranges
     from mezzo.engine.checks import PrecisionWarning as PrecisionWarning
     from mezzo.engine.fast_path import fast_path as fast_path
-    from mezzo.engine.optimizers.adamw_and_sgd import SGD as SGD
-    from mezzo.engine.optimizers.adamw_and_sgd import AdamW as AdamW
+    from mezzo.engine.optimizers.adamw import AdamW as AdamW
+    from mezzo.engine.optimizers.sgd import SGD as SGD
     from mezzo.engine.scaling import DynamicScale as DynamicScale
     from mezzo.engine.scaling import NoScale as NoScale
     from mezzo.engine.scaling import StaticScale as StaticScale

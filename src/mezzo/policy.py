@@ -212,30 +212,20 @@ def _presets() -> list[Policy]:
 
 PRESETS.update({policy.name: policy for policy in _presets()})
 
-POLICY_ALIASES = {
-    # NVIDIA Apex
-    "O0": "fp32",
-    "O1": "fp16",
-    "O2": "fp16-master",
-    "O3": "fp16-pure",
-    # Lightning
-    "32-true": "fp32",
-    "16-mixed": "fp16",
-    "bf16-mixed": "bf16",
-    "16-true": "fp16-pure",
-    "bf16-true": "bf16-pure",
-    # Hugging Face
-    "no": "fp32",
-    # PyTorch
-    "float32": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "amp": "fp16",  # torch.amp without a dtype, on CUDA
-    # Keras
-    "mixed_float16": "fp16",
-    "mixed_bfloat16": "bf16",
+NAMES_ELSEWHERE: dict[str, dict[str, str]] = {
+    "apex": {"O0": "fp32", "O1": "fp16", "O2": "fp16-master", "O3": "fp16-pure"},
+    "lightning": {
+        "32-true": "fp32",
+        "16-mixed": "fp16",
+        "bf16-mixed": "bf16",
+        "16-true": "fp16-pure",
+        "bf16-true": "bf16-pure",
+    },
+    "huggingface": {"no": "fp32"},
+    "torch": {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "amp": "fp16"},  # amp: on CUDA
+    "keras": {"mixed_float16": "fp16", "mixed_bfloat16": "bf16"},
 }
 """Other libraries' names of the presets."""
+POLICY_ALIASES = {name: preset for names in NAMES_ELSEWHERE.values() for name, preset in names.items()}
 
 _CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **POLICY_ALIASES}.items()}

@@ -124,7 +124,7 @@ def test_the_tables_name_commands_and_options_that_exist() -> None:
     assert not {*OTHER_NAMES} & options
     assert {command.split()[0] for command in OTHER_COMMANDS.values()} <= {*COMMANDS}
     assert not {*OTHER_COMMANDS} & {*COMMANDS}
-    assert named.OPTIMIZERS.keys() == {*values.OPTIMIZERS}
+    assert named.OPTIMIZERS.keys() == {*values.OPTIMIZER_NAMES}
     assert tuple(named.LIBRARIES) == values.LIBRARIES
 
 

@@ -19,7 +19,7 @@ from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read
 from triton_driver import install, launched, loaded  # noqa: E402
 
 from mezzo.engine.kernels import exponents, gpu  # noqa: E402
-from mezzo.engine.kernels.batch import Batch  # noqa: E402
+from mezzo.engine.kernels.reference import Batch  # noqa: E402
 
 CAPABILITY = int(sys.argv[1])
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.kernels import reference
-from mezzo.engine.kernels.batch import AdamWSettings, Batch
+from mezzo.engine.kernels.reference import AdamWSettings, Batch
 from mezzo.engine.state import NoWatch
 from processes import leave_process_group
 

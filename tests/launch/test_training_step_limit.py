@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers_launch import children_in_this_process
-from mezzo.launch import frameworks
+from mezzo.launch import training
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.training import StepLimit
@@ -75,7 +75,7 @@ def test_a_limit_counts_from_when_it_was_made(
     monkeypatch: pytest.MonkeyPatch, ends: list[float], stopped_at: int
 ) -> None:
     now = iter([100.0, *ends])
-    monkeypatch.setattr(frameworks.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(now))
     limit = StepLimit(steps=None, seconds=5.0)
     for step in range(1, stopped_at):
         limit.check(step)

@@ -17,7 +17,7 @@ from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.matrix_units import native_units
 from mezzo.engine.matrix_units.native_units import set_fp32_products
 from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
-from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own
+from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own, without_kernel
 from mezzo.engine.processes import shards
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
@@ -273,7 +273,9 @@ def choose_update(
         reason = "an optimizer has step hooks, which see true gradients, in FP32"
     if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
-    return True, Choice(what="update", value=ONE_PASS, reason=choose(device.type)[1])
+    formula = without_kernel(optimizers, device.type)
+    why = f"plain torch operations: {formula} has no kernel for {device.type}" if formula else choose(device.type)[1]
+    return True, Choice(what="update", value=ONE_PASS, reason=why)
 
 
 def prepare(

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.engine.arguments import ONE_PASS
 from mezzo.engine.gradients import all_parameters
-from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks
+from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, without_kernel
 from mezzo.engine.state import OpenRegion, SessionParts, open_window
 from mezzo.error_texts import capture_advice
 from mezzo.errors import MezzoError, SessionError
@@ -270,7 +270,7 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
     Raises:
         SessionError: this session's steps cannot be captured.
     """
-    kernels, reason = choose(session.device.type)
+    kernels, _ = choose(session.device.type)
     cause = None
     if session.state.window.calls:
         cause = f"{session.state.window.calls} backward passes of an open window", "call update() first"
@@ -289,8 +289,8 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
         )
     elif have_hooks(session.optimizers):
         cause = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
-    elif not hasattr(kernels, "recording"):
-        cause = reason, "install a Triton that works here: its kernels take settings from the device"
+    elif not hasattr(kernels, "recording") or without_kernel(session.optimizers, session.device.type):
+        cause = update_choice.reason, "install a Triton that works here: its kernels take settings from the device"
     if cause is not None:
         what, hint = cause
         raise SessionError(

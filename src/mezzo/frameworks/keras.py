@@ -16,12 +16,12 @@ from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import BF16, FP32
-from mezzo.policy import PRESETS, Policy
+from mezzo.policy import NAMES_ELSEWHERE, PRESETS, Policy
 
 INITIAL_SCALE = 2.0**15
 """The loss scale from which Keras' ``LossScaleOptimizer`` begins unless it is told."""
 _GROWTH, _BACKOFF = 2.0, 0.5  # fixed in LossScaleOptimizer
-_MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
+_MIXED = {preset: name for name, preset in NAMES_ELSEWHERE["keras"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from mezzo.patching.job import PatchJob
 from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.text import LoopKind, unclear
 from mezzo.patching.tree import keyword_of
+from mezzo.policy import NAMES_ELSEWHERE
 
-_LIGHTNING = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp16-pure": "16-true", "bf16-pure": "bf16-true"}
+_LIGHTNING = {preset: name for name, preset in NAMES_ELSEWHERE["lightning"].items()}
 _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
 
 

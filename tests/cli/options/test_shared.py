@@ -18,7 +18,9 @@ from mezzo.report import tracking
 from mezzo.report.tracking import TRACKERS, Tracker
 
 
-@pytest.mark.parametrize(("command", "option"), [("run", "policy"), ("compare", "policies"), ("check", "policies")])
+@pytest.mark.parametrize(
+    ("command", "option"), [("run", "policy"), ("compare", "policies"), ("check", "policies"), ("predict", "policies")]
+)
 def test_help_names_the_presets_and_which_have_master_weights(command: str, option: str) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     said = next(p.help for p in commands[command].params if p.name == option)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from helpers_engine import ulps
+from helpers_engine import REFERENCE, ulps
 from mezzo.engine.kernels import cpu, fused, reference
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import has_gaps, join, split
 from mezzo.engine.optimizers.one_pass import choose
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-KERNELS = {"cpu": cpu, "fused": fused, "reference": reference}
+KERNELS = {"cpu": cpu, "fused": fused, "reference": REFERENCE}
 ZERO, ONE = torch.zeros(()), torch.ones(())
 SHAPES = [(1,), (), (1023,), (1024,), (1025,), (0,), (7, 5), (3, 11, 41)]
 
@@ -180,7 +180,7 @@ def test_compiled_kernels_are_bit_exact_to_the_reference(kind: str, name: str, c
     problems = [Problem.of(kind, moments_of(name, changed)) for _ in range(2)]
     for step in range(5):
         gradients = gradients_at(step, KINDS[kind])
-        for problem, kernels in zip(problems, (cpu, reference), strict=True):
+        for problem, kernels in zip(problems, (cpu, REFERENCE), strict=True):
             getattr(kernels, name)(problem.batch(gradients), settings_of(name, changed), torch.tensor(1e-3), ZERO)
     for a, b in zip(problems[0].all(), problems[1].all(), strict=True):
         assert torch.equal(a, b)

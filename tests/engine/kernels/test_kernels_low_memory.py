@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.engine.kernels import cpu, fused, reference, storage
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from helpers_engine import REFERENCE as reference
+from mezzo.engine.kernels import cpu, fused, storage
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import as_fp32, mix, round_to_bf16, split, stored_as, streams, zero_moment
 from mezzo.engine.optimizers.one_pass import choose
 
@@ -232,8 +233,9 @@ def test_triton_kernels_are_bit_identical_to_the_reference_under_the_interpreter
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from mezzo.engine.kernels import gpu, reference
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[2])!r}]
+from helpers_engine import REFERENCE as reference
+from mezzo.engine.kernels import gpu
 from test_kernels_low_memory import COMBINATIONS, assert_same, trained
 
 for case in COMBINATIONS:
@@ -454,7 +456,7 @@ def test_session_does_not_warn_of_lost_updates_where_none_is_lost() -> None:
 def test_the_interpreter_s_bits_are_those_of_struct() -> None:
     # The settings travel as the bits of FP64 and FP32 numbers.
     pytest.importorskip("triton")
-    code = "from mezzo.engine.kernels.gpu import _head; from mezzo.engine.kernels.batch import SGDSettings as S; \
+    code = "from mezzo.engine.kernels.gpu import _head; from mezzo.engine.kernels.reference import SGDSettings as S; \
 print(_head(S(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01, nesterov=False, maximize=True)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = np.zeros(8, dtype=np.int64)

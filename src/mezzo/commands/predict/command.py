@@ -83,7 +83,7 @@ def predict(
         typer.Option(
             metavar="POLICIES",
             callback=values.presets,
-            help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8.",
+            help=options.PRESETS_HELP,
         ),
     ] = "fp32,tf32,bf16,fp16",
     channels_last: Annotated[

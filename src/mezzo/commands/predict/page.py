@@ -343,8 +343,6 @@ def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
 # --- what to do next -----------------------------------------------------------------------------------------------------------
 
 
-_RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
-"""Policies of a prediction that ``mezzo run`` accepts under the same name."""
 _SPARE = 0.13
 """Share of a GPU's memory to leave free for errors of the prediction."""
 _MIN_GIB = 0.1
@@ -373,7 +371,7 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
         prediction, kept = max(budgets, key=lambda pair: pair[0].throughput)
         why = f"it does not fit on {prediction.gpu} in {prediction.policy}; keep less for the backward pass"
         yield why, script.under("run", policy=prediction.policy, checkpoint=kept)
-    elif best is not None and best.policy in _RUNS and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
+    elif best is not None and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
         why = "see what checkpointing costs and saves on this machine, with the same batch"
         yield why, script.under("compare", policies=best.policy, checkpoint="full")
 
@@ -387,7 +385,7 @@ def _policies(script: TypedScript) -> dict[str, str]:
 def _left_for_activations(prediction: Prediction) -> str | None:
     """Return how much may be kept for the backward pass if all else is as predicted; None if no memory is left for that."""
     kept = prediction.memory_bytes.get("activations", 0)
-    if prediction.gpu_bytes is None or not kept or prediction.policy not in _RUNS:
+    if prediction.gpu_bytes is None or not kept:
         return None
     left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
     gib = left / 2**30

@@ -379,14 +379,13 @@ def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
 def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason], str]:
     """Return the largest batches, or why there are none."""
     from mezzo.gpus import find_gpu
-    from mezzo.measure.predict.plan import PREDICTED
-    from mezzo.policy import canonical
+    from mezzo.policy import PRESETS, canonical
 
     here = record.environment
     gpu = find_gpu(here.gpu) if here.gpu is not None and here.device != "cpu" else None
     if gpu is None:
         return [], f"the predictor does not know the memory of {here.gpu if here.device != 'cpu' else 'a CPU'}"
-    policies = [name for name in dict.fromkeys((canonical(policy), "bf16")) if name in PREDICTED]
+    policies = [name for name in dict.fromkeys((canonical(policy), "bf16")) if name in PRESETS]
     results.note(f"memory ran out; tracing {script.target} to find what would fit, which may take a few minutes")
     try:
         return _predicted(gpu, script, policies), ""

@@ -14,9 +14,10 @@ from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibrate import calibration_of
-from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
+from mezzo.measure.predict.plan import failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.predict.tape_memory import predict_memory
+from mezzo.policy import PRESETS
 from mezzo.records import AS_IS, Reason
 
 MEMORY_ERROR = 0.1
@@ -42,7 +43,7 @@ class Forecast:
 
 def predictable(configuration: Configuration) -> bool:
     """Return whether the predictor knows what the configuration does."""
-    return configuration.policy in PREDICTED and not (configuration.compiles or configuration.checkpoint)
+    return configuration.policy in PRESETS and not (configuration.compiles or configuration.checkpoint)
 
 
 def forecasts(

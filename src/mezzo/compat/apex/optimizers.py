@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.kernels.batch import AdamWSettings, Batch
-from mezzo.engine.optimizers.adamw_and_sgd import SGD, AdamW
+from mezzo.engine.kernels.reference import AdamWSettings, Batch
+from mezzo.engine.optimizers.adamw import AdamW
 from mezzo.engine.optimizers.one_pass import OnePass
+from mezzo.engine.optimizers.sgd import SGD
 
 _CORRECTED = 2.0**23
 """A number of steps after which Adam's bias corrections are 1 in every precision, and from which FP32 can still count."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mezzo.devices import this_device
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import dense
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.library_files import cache_home

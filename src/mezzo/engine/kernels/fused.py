@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mezzo.devices import has_fp64
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.storage import SIGNED, dense, flat, flat_fp32, join, round_to_bf16, rounded, split, streams
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.storage import UNSIGNED, dense, flat, flat_fp32, join, round_to_bf16, rounded, split, streams
 from mezzo.formats import BF16, FP16, FP32, FP64
 
 
@@ -133,7 +133,7 @@ def _fp32_masters(batch: Batch) -> list[Tensor]:
 def _moments(batch: Batch) -> dict[str, list[Tensor]]:
     sizes = [w.numel() for w in batch.weights]
     return {
-        name: [flat_fp32(kept, size, signed=name in SIGNED) for kept, size in zip(tensors, sizes, strict=True)]
+        name: [flat_fp32(kept, size, signed=name not in UNSIGNED) for kept, size in zip(tensors, sizes, strict=True)]
         for name, tensors in batch.moments.items()
     }
 
@@ -152,6 +152,6 @@ def _write_back(batch: Batch, masters: list[Tensor], moments: dict[str, list[Ten
         elif weight.dtype is not FP32.dtype:
             flat(weight).copy_(updated)
         for name, tensors in batch.moments.items():
-            signed, to = name in SIGNED, tensors[i]
+            signed, to = name not in UNSIGNED, tensors[i]
             if to.dtype is not FP32.dtype:
                 flat(to).copy_(rounded(moments[name][i], to.dtype, noise[1 if signed else 2], signed=signed))

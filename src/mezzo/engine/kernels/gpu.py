@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.exponent_bins import BINS, CUTS
 from mezzo.engine.kernels.gpu_kernels import (
     EXACT,
@@ -40,6 +39,7 @@ from mezzo.engine.kernels.gpu_kernels import (
     sgd_kernel,
     square_kernel,
 )
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import dense
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP64

@@ -1,4 +1,4 @@
-"""The specification of the kernels, in plain PyTorch.
+"""The specification of the kernels: what they are given, and an update in plain PyTorch.
 
 ``factor`` unscales, averages and clips gradients in one multiplication. If ``found_inf`` is
 above 0, nothing changes, not even the step counts; no line waits for the device.
@@ -6,12 +6,136 @@ above 0, nothing changes, not even the step counts; no line waits for the device
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor
 
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.storage import SIGNED, flat, flat_fp32, join, round_to_bf16, rounded, split, streams
-from mezzo.formats import BF16
+from mezzo.engine.kernels.storage import (
+    UNSIGNED,
+    flat,
+    flat_fp32,
+    join,
+    laid_out_as,
+    round_to_bf16,
+    rounded,
+    split,
+    streams,
+)
+from mezzo.formats import BF16, FP32
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The tensors of one parameter group on one device: one entry in each list per parameter that has a gradient.
+
+    A weight's master is the weight itself (FP32 weights, and 16-bit ones without a master), an FP32 tensor of its shape, or an
+    int16 one: the low 16 bits of a split master, whose upper 16 bits are the BF16 weight.
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    masters: list[Tensor]
+    steps: list[Tensor]
+    """Number of updates of each parameter so far: FP32, no dimensions."""
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones packed by ``eight_bit``."""
+    numbers: list[int] = field(default_factory=list)
+    """Each parameter's number in its optimizer, which selects its random bits (``noise``)."""
+    stochastic: bool = False
+    """Whether BF16 weights without a master are rounded stochastically."""
+    remembered: dict[Any, Any] = field(default_factory=dict)
+    """Data that a device's kernels keep from one update of the group to the next."""
+
+    @property
+    def random(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        kept = [tensors[0].dtype for tensors in self.moments.values() if tensors]
+        return self.stochastic or any(dtype is not FP32.dtype for dtype in kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """A group's settings for one update, with the names of ``torch.optim.AdamW``."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+    now: Callable[[], AdamWSettings] | None = field(default=None, compare=False, repr=False)
+    """Return the group's current settings: a captured step calls it before each replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDSettings:
+    """A group's settings for one update, with the names of ``torch.optim.SGD``."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    now: Callable[[], SGDSettings] | None = field(default=None, compare=False, repr=False)
+    """As in ``AdamWSettings``."""
+
+
+class Values(NamedTuple):
+    """What a formula reads of one parameter, in FP32: flat in the order of memory, or in the weight's shape."""
+
+    weight: Tensor
+    gradient: Tensor
+    """Unscaled, averaged and clipped; of opposite sign if the optimizer ascends."""
+    moments: dict[str, Tensor]
+    step: Tensor
+    """The number of this update, from 1: no dimensions."""
+
+
+Formula: TypeAlias = Callable[[Values, Any], "tuple[Tensor, dict[str, Tensor]]"]
+"""Returns the new weight and the new moments by name; the second argument is the group's settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An optimizer's update of one parameter: its formula, and the kernels that compute the same faster."""
+
+    formula: Formula
+    kernel: str = ""
+    """The name of the function of ``cpu``, ``fused`` and ``gpu``; empty if there is none."""
+    whole_matrices: bool = False
+    """Whether the formula needs the weight in its shape, not as a row of numbers."""
+
+
+def apply(rule: Rule, batch: Batch, settings: Any, factor: Tensor, found_inf: Tensor) -> None:
+    """Update each parameter of ``batch`` by the rule's formula."""
+    signed_factor = -factor if settings.maximize else factor
+    for i, weight in enumerate(batch.weights):
+        values = Values(
+            weight=_fp32_master(weight, batch.masters[i]),
+            gradient=flat(batch.gradients[i]).float() * signed_factor,
+            moments={name: _moment(batch, name, i) for name in batch.moments},
+            step=batch.steps[i] + 1,
+        )
+        if rule.whole_matrices:
+            updated, moments = rule.formula(_in_shape_of(weight, values), settings)
+            updated = flat(laid_out_as(weight, updated))
+            moments = {name: flat(laid_out_as(weight, moment)) for name, moment in moments.items()}
+        else:
+            updated, moments = rule.formula(values, settings)
+        _write_back(batch, i, updated, values.step, moments, found_inf)
+
+
+def _in_shape_of(weight: Tensor, values: Values) -> Values:
+    def shaped(row: Tensor) -> Tensor:
+        return row.as_strided(weight.shape, weight.stride())
+
+    moments = {name: shaped(moment) for name, moment in values.moments.items()}
+    return Values(shaped(values.weight), shaped(values.gradient), moments, values.step)
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -20,60 +144,12 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     return torch.stack([s.to(squares[0].device) for s in squares]).sum()
 
 
-def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update like ``torch.optim.AdamW`` (Loshchilov & Hutter, arXiv:1711.05101)."""
-    s = settings
-    for i, weight in enumerate(batch.weights):
-        gradient = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
-        step = batch.steps[i] + 1
-        master = _fp32_master(weight, batch.masters[i])
-        mean = _mean(_moment(batch, "exp_avg", i), gradient, s.beta1)
-        square = _moment(batch, "exp_avg_sq", i) * s.beta2 + (1 - s.beta2) * gradient * gradient
-        new = {"exp_avg": mean, "exp_avg_sq": square}
-        if s.amsgrad:
-            square = new["max_exp_avg_sq"] = torch.maximum(_moment(batch, "max_exp_avg_sq", i), square)
-        exact = step.double()
-        root = (1 - s.beta2**exact).sqrt().float()
-        length = (s.lr / (1 - s.beta1**exact)).float()
-        # One rounding of the weight; torch rounds twice, in master * (1 - lr * decay) - ..., and loses small updates.
-        updated = master - (s.lr * s.weight_decay * master + length * (mean / (_root(square) / root + s.eps)))
-        _write_back(batch, i, updated, step, new, found_inf)
-
-
-def _mean(old: Tensor, fresh: Tensor, beta1: float) -> Tensor:
-    # torch.lerp's two forms without its fused multiplication: a small beta1 must leave nothing of a large old mean.
-    mostly_old = 1 - beta1 < 0.5
-    return old + (fresh - old) * (1 - beta1) if mostly_old else fresh - (fresh - old) * beta1
-
-
-def _root(square: Tensor) -> Tensor:
-    return square.double().sqrt().float()  # correctly rounded, which torch's FP32 root on CPUs is not
-
-
-def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update like ``torch.optim.SGD``, with momentum and Nesterov's."""
-    s = settings
-    for i, weight in enumerate(batch.weights):
-        master = _fp32_master(weight, batch.masters[i])
-        scaled = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
-        gradient = scaled + s.weight_decay * master
-        step = batch.steps[i] + 1
-        new = {}
-        direction = gradient
-        if s.momentum:
-            old = _moment(batch, "momentum_buffer", i)
-            buffer = torch.where(step == 1, gradient, s.momentum * old + (1 - s.dampening) * gradient)
-            new["momentum_buffer"] = buffer
-            direction = gradient + s.momentum * buffer if s.nesterov else buffer
-        _write_back(batch, i, master - s.lr * direction, step, new, found_inf)
-
-
 def _fp32_master(weight: Tensor, master: Tensor) -> Tensor:
     return join(flat(weight), flat(master)) if master.dtype is torch.int16 else flat(master).float()
 
 
 def _moment(batch: Batch, name: str, i: int) -> Tensor:
-    return flat_fp32(batch.moments[name][i], batch.weights[i].numel(), signed=name in SIGNED)
+    return flat_fp32(batch.moments[name][i], batch.weights[i].numel(), signed=name not in UNSIGNED)
 
 
 def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
@@ -96,5 +172,5 @@ def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[s
         put(flat(weight), round_to_bf16(updated, noise[0]) if random else updated)
     put(batch.steps[i], step)
     for name, value in new.items():
-        kept, signed = batch.moments[name][i], name in SIGNED
+        kept, signed = batch.moments[name][i], name not in UNSIGNED
         put(flat(kept), rounded(value, kept.dtype, noise[1 if signed else 2], signed=signed))

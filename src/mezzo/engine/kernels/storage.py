@@ -23,8 +23,8 @@ from mezzo.formats import BF16, FP32
 
 MOMENT_DTYPES = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
 """Users' names of the formats, and the dtype that stores each."""
-SIGNED = ("exp_avg", "momentum_buffer")
-"""The moments that may be below 0."""
+UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
+"""The moments that are never below 0."""
 _HALF = 0x8000
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
@@ -24,10 +24,10 @@ from torch.optim import optimizer as torchs
 from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels import cpu, fused, reference
-from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
+from mezzo.engine.kernels.reference import AdamWSettings, Batch, Rule, SGDSettings
 from mezzo.engine.kernels.storage import (
     MOMENT_DTYPES,
-    SIGNED,
+    UNSIGNED,
     as_fp32,
     gradient_as,
     join,
@@ -37,8 +37,8 @@ from mezzo.engine.kernels.storage import (
     stored_as,
     zero_moment,
 )
-from mezzo.engine.processes.shards import local, shared_as
-from mezzo.errors import SessionError
+from mezzo.engine.processes.shards import is_shared, local, shared_as
+from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import BF16, FP16, FP32
 
 _MASTERS = {FP16.dtype: FP32.dtype, BF16.dtype: torch.int16}
@@ -49,7 +49,7 @@ _ALLOWED = (FP32.dtype, *_MASTERS)
 class OnePass(torch.optim.Optimizer):
     """An optimizer that keeps masters and moments in its state and updates each group by one kernel call."""
 
-    _kernel: ClassVar[str]
+    _rule: ClassVar[Rule]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.master_weights = True
@@ -153,8 +153,7 @@ class OnePass(torch.optim.Optimizer):
             for device in {p.device: None for p in group["params"]}:
                 batch = self._batch(group, device)
                 if batch.weights:
-                    kernels, _ = choose(device.type)
-                    run = getattr(kernels, self._kernel)
+                    run = _compiled(self._rule, device.type) or functools.partial(reference.apply, self._rule)
                     run(batch, self._settings(group), factor.to(device), found_inf.to(device))
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
@@ -195,6 +194,11 @@ class OnePass(torch.optim.Optimizer):
         """Create a parameter's state, or convert it to the parameter's current format and strides."""
         self.replaced += 1
         moments, kind, weight = self._moments(group), group["moments"], local(parameter)
+        if self._rule.whole_matrices and is_shared(parameter):
+            raise SessionError(
+                f"{type(self).__name__} updates whole matrices, and a parameter of shape {tuple(parameter.shape)} is sharded",
+                hint="train it with DistributedDataParallel, or with mezzo.AdamW or mezzo.SGD",
+            )
         refuse_gaps(weight)
         missing = [name for name in moments if name not in state]
         if "step" not in state or "momentum_buffer" in missing:  # SGD recognises a first buffer by its step
@@ -208,7 +212,7 @@ class OnePass(torch.optim.Optimizer):
             source = self._sources.get(parameter)
             self._set_master(parameter, weight.detach().float() if source is None else source)
         for name in moments:
-            state[name] = self._fitted(parameter, state[name], kind, signed=name in SIGNED)
+            state[name] = self._fitted(parameter, state[name], kind, signed=name not in UNSIGNED)
         if "master" in state:
             state["master"] = laid_out_as(weight, state["master"])
 
@@ -288,7 +292,7 @@ class OnePass(torch.optim.Optimizer):
             value = join(weight.detach().cpu(), value.cpu())
         elif value.dtype is not FP32.dtype:
             strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
-            value = as_fp32(value.cpu(), weight.shape, strides, signed=name in SIGNED)
+            value = as_fp32(value.cpu(), weight.shape, strides, signed=name not in UNSIGNED)
         return shared_as(parameter, value.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -327,7 +331,7 @@ class OnePass(torch.optim.Optimizer):
             state["step"] = step.to(parameter.device, copy=True)
             for name in [n for n, value in saved.items() if n not in ("step", "master") and value is not None]:
                 kind = group["moments"] if name in self._moments(group) and weight.numel() else "fp32"
-                state[name] = _loaded_moment(saved[name], weight, kind, signed=name in SIGNED)
+                state[name] = _loaded_moment(saved[name], weight, kind, signed=name not in UNSIGNED)
             if self._master_format(parameter, group) is not None:
                 master = parameter.detach() if saved.get("master") is None else saved["master"]
                 where = "cpu" if parameter.dtype is BF16.dtype else parameter.device  # BF16's are split on the host
@@ -388,6 +392,16 @@ def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[l
         hooks.update(deferred)
 
 
+def without_kernel(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> str:
+    """Return the name of an optimizer that only its formula updates on a device; empty if all have kernels there."""
+    rules = {type(o).__name__: o._rule for o in optimizers if isinstance(o, OnePass)}
+    return next((name for name, rule in rules.items() if _compiled(rule, device_type) is None), "")
+
+
+def _compiled(rule: Rule, device_type: str) -> Callable[..., None] | None:
+    return getattr(choose(device_type)[0], rule.kernel, None) if rule.kernel else None
+
+
 _FUSED_DEVICES = ("mps", "xpu")
 
 
@@ -411,3 +425,29 @@ def _triton() -> tuple[ModuleType, str]:
     except Exception as error:  # its compiler may raise anything
         return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
     return kernels, "Triton kernels, one launch per group"
+
+
+def rate(group: dict[str, Any]) -> float:
+    """Return a group's learning rate."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise SessionError(
+            f"lr is a tensor on {lr.device}; allowed: a number, or a tensor on the CPU",
+            hint="pass a number: it is sent to the device when it changes, and nothing waits for it",
+        )
+    return float(lr)
+
+
+def check_range(**settings: tuple[float | Tensor, float, float | None]) -> None:
+    """Refuse settings below their lower bound, or not below their upper one."""
+    for name, (value, low, high) in settings.items():
+        if not value >= low or (high is not None and not value < high):
+            allowed = f"{low} or more" if high is None else f"from {low} to below {high}"
+            raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")
+
+
+def check_choices(**settings: tuple[str, tuple[str, ...]]) -> None:
+    """Refuse words other than those allowed."""
+    for name, (value, allowed) in settings.items():
+        if value not in allowed:
+            raise PolicyError(f"{name}={value!r}; allowed: {', '.join(allowed)}", hint=f"choose {name} from these")

@@ -29,13 +29,11 @@ from mezzo.measure.predict.tape_memory import (
     predict_memory,
 )
 from mezzo.measure.predict.time import HALF_FORMATS, fitted
-from mezzo.policy import canonical
+from mezzo.policy import PRESETS, canonical
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
 MEMORY_HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
-PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
-"""Policies that can be predicted."""
 _WORTH, _EVEN = 1.15, 1.03
 _MOST = 1 << 24
 """The largest batch that is tried."""
@@ -108,7 +106,7 @@ def predict(
     Args:
         tapes: by recorded policy; FP32's must be there.
         gpu: the GPU.
-        policy: one of ``PREDICTED``.
+        policy: the name of a preset.
         batch: the batch size.
         channels_last: whether images are stored channels-last.
         job: how many GPUs train together; ``batch`` is that of each.
@@ -307,8 +305,8 @@ def check_policies(names: Sequence[str]) -> list[str]:
     """
     found = [canonical(name) for name in names]
     for name in found:
-        if name not in PREDICTED:
-            raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PREDICTED))
+        if name not in PRESETS:
+            raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PRESETS))
     return list(dict.fromkeys(found))
 
 

@@ -15,14 +15,14 @@ from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import calibration_of, rates_used
-from mezzo.measure.predict.plan import PREDICTED, Tapes, predict, to_record
+from mezzo.measure.predict.plan import Tapes, predict, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
-from mezzo.policy import Policy
+from mezzo.policy import PRESETS, Policy
 from mezzo.policyfields import DYNAMIC_SCALE
 from mezzo.records import AS_IS, RealGpus, Reason
 from mezzo.records.run import BATCH, OWN_SHARE
@@ -514,7 +514,7 @@ def real_gpus(
 def priced_as(text: str) -> str:
     """Return the preset whose prediction is also that of ``text``, the text of a policy in a record; empty if there is none."""
     name = text.split(":")[0]
-    if name not in PREDICTED:
+    if name not in PRESETS:
         return ""
     preset = Policy.parse(name)
     same = Policy.parse(text).replace(**{field: getattr(preset, field) for field in _NOT_PRICED})
