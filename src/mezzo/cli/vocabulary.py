@@ -1,4 +1,4 @@
-"""Options that were renamed, and the names that other tools have for ours: what was typed, and what to type instead."""
+"""The words of help and errors: an example of each value, options that were renamed, names that other tools have for ours."""
 
 from __future__ import annotations
 
@@ -107,8 +107,6 @@ COMMANDS: Mapping[str, str] = {
 LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
 """The commands that an option without a command is tried with, in this order."""
 
-
-# --- The words that stand for values in help and errors, each with an example that can be typed ---------------------------------
 
 EXAMPLES: Mapping[str, str] = {
     "POLICY": "bf16",

@@ -316,9 +316,6 @@ FLOP_COUNTS: dict[Any, CountFlops] = {
 """The FLOP formula of each operation, from its result and its arguments."""
 
 
-# --- What really ran in which format, and which forward code a lowering policy did not reach ------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counted:
     """Counts over one step, or over several."""

@@ -249,9 +249,6 @@ gpus_or_none = _gpus_check(NONE, several=True)
 gpus_all_or_cpu = _gpus_check(ALL, CPU, several=True)
 
 
-# --- A command's time limit, counted down and shown with each message -----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Budget:
     """A time limit, and how much of it is left."""
@@ -275,8 +272,6 @@ class Budget:
         else:
             self.console.print(line, markup=False, soft_wrap=True)
 
-
-# --- Durations as users type and read them: ``90s``, ``10m``, ``1h``; ``9:56`` --------------------------------------------------
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)

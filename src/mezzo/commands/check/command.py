@@ -172,9 +172,6 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     return record, 0 if record.answer.decision in ("use", "stay") else 1
 
 
-# --- before the first run ------------------------------------------------------------------------------------------------------
-
-
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
     from mezzo.commands.check.plan import BASELINE, THE_BASELINE, Offered, offered, own_amp
     from mezzo.launch.frameworks import own_sources
@@ -220,9 +217,6 @@ def _finished(opts: CheckOptions, folder: Path) -> Finished:
         opts.budget.say(f"{len(finished)} finished parts of the interrupted check are reused")
     finished.write()
     return finished
-
-
-# --- after the last run --------------------------------------------------------------------------------------------------------
 
 
 def _show_output(checking: Check) -> None:

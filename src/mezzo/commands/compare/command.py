@@ -267,8 +267,6 @@ def _check_baseline(runs: list[RunRecord], name: str, folder: Path) -> None:
         )
 
 
-# --- The runs of a comparison: those that an earlier command finished, and those of this command --------------------------------
-
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 

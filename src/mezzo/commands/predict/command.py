@@ -258,8 +258,6 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     return plan.predict_cpu(tape, calibration, batch=batch)
 
 
-# --- What a GPU costs to rent, and the lines that request it from a cluster -----------------------------------------------------
-
 _CPUS = 8
 _SPARE_GIB = 8
 _MILLION, _HOUR_S = 1e6, 3600.0

@@ -115,8 +115,6 @@ def run(
     raise typer.Exit(stop.exit_code if killed else record.exit_code)
 
 
-# --- ``--guard``: what to do when training goes wrong, and which command to suggest then ----------------------------------------
-
 USUAL_REWINDS = 3
 _LEAVES_FORMATS = ("fp32", "tf32", "as-is")
 
@@ -176,8 +174,6 @@ def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
         "stuck updates": lost,
     }
 
-
-# --- ``--snapshot`` and ``--resume``: how often, where, and what a resumed run must have in common with the first ---------------
 
 FOLDER = "snapshots"
 _USUAL_S = 300.0

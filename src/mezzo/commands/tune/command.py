@@ -151,9 +151,6 @@ def tune(
     raise typer.Exit(stop.exit_code or code)
 
 
-# --- what was typed ------------------------------------------------------------------------------------------------------------
-
-
 def _vary_joined(text: str) -> str:
     """Return the command with ``--vary NAME VALUES`` as one word, or with an example."""
     following = value_after(text, typed()) or ""
@@ -218,9 +215,6 @@ def _plans(text: str | None) -> list[str]:
     return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 
 
-# --- before the first run ------------------------------------------------------------------------------------------------------
-
-
 def _policies(here: Device, named: list[str] | None) -> tuple[list[Reason], list[str]]:
     """Return what is left out, with reasons, and the policies to try in addition to the script's own precision."""
     from mezzo.formats import BF16, E4M3, FP16, TF32
@@ -264,9 +258,6 @@ def _tuning(
         arguments=tuple(script.arguments or ()),
         say=budget.say,
     )
-
-
-# --- after the last run --------------------------------------------------------------------------------------------------------
 
 
 def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:

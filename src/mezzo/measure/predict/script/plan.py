@@ -1,4 +1,7 @@
-"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it."""
+"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it.
+
+A script without a loader gets its batch size from an argument, or from a number in its text or in a file that it reads.
+"""
 
 from __future__ import annotations
 
@@ -319,8 +322,6 @@ def _assumptions(
     return assumptions
 
 
-# --- Find where a script without a loader gets its batch size: an argument, a number in its text, or one in a file that it reads ---
-
 # A source is a guess until the script is traced with another number there: it sets the batch size only if the batch changes and the
 # model does not. Reads text and imports no torch.
 
@@ -444,8 +445,6 @@ def _source(script: str, nodes: Sequence[ast.expr]) -> BatchSource:
     where = ", ".join(f"{Path(script).name}:{line}" for line in lines)
     return BatchSource(where=where, file=script, numbers=tuple((node.lineno, node.col_offset) for node in nodes))
 
-
-# --- Predict compared policies on GPUs that this machine does not have: trace the comparison's script once, and price it on each GPU ---
 
 _NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""

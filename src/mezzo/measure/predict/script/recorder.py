@@ -157,8 +157,6 @@ class ScriptRecorder:
             for hook in hooks:
                 hook.remove()
 
-    # --- the parts of a step -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def _as_host_work(self) -> Iterator[None]:
         """Leave out what the block runs."""
@@ -309,8 +307,6 @@ class ScriptRecorder:
         whole = self.sizes[-1] == self.sizes[0]
         return self.num_steps >= STEPS and (whole or self.num_steps == _MOST_STEPS)
 
-    # --- numbers, of which there are none ----------------------------------------------------------------------------------------
-
     def _note_compilation(self, name: str) -> None:
         if name not in self.compiles:
             self.compiles.append(name)
@@ -371,8 +367,6 @@ def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     return module
 
 
-# --- Deep copies of tensors without numbers, such as a moving average of a model's weights makes --------------------------------
-
 # ``Tensor.__deepcopy__`` looks up where the numbers are and copies that memory. A fake tensor has none there: torch fails for some, and
 # writes to memory that is not its own for others.
 
@@ -394,9 +388,6 @@ def copies_without_numbers() -> Iterator[None]:
 
     with patch.object(Tensor, "__deepcopy__", deepcopy):
         yield
-
-
-# --- Skip a script's own compilation while it is traced, because compiled steps are not predicted -------------------------------
 
 
 @contextmanager
@@ -427,8 +418,6 @@ def compilation_left_out(on_skip: Callable[[str], None]) -> Iterator[None]:
 def _compiled(model: Any = None, **settings: Any) -> Any:
     return (lambda function: function) if model is None else model
 
-
-# --- Give results whose size depends on numbers their largest size, while a script is traced without numbers --------------------
 
 # A condition is assumed to select all rows, and values are assumed to be all different. So memory is an upper bound and throughput
 # a lower bound; the record says so, and names the lines. Counts of whole numbers have their ``minlength``.
