@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_stage
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request

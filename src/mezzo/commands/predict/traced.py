@@ -164,7 +164,7 @@ def of_model(
 ) -> Traced:
     """Return the tapes of a model by name, checkpointed by a plan if one is given."""
     from mezzo.measure.predict import named, plan
-    from mezzo.measure.predict.stand_ins import numbers_read
+    from mezzo.measure.predict.placeholder_numbers import numbers_read
 
     model, optimizer, built = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}

@@ -19,6 +19,7 @@ from itertools import product
 import numpy as np
 from scipy import special
 
+from mezzo.commands.check.plan import MARGIN
 from mezzo.commands.compare.costs import why_unlike
 from mezzo.formats import FP32
 from mezzo.measure.checkpointing.wanted import bytes_text
@@ -61,7 +62,7 @@ class SearchKnowledge:
     repeats: int
     memory_bytes: int | None = None
     """The most that a configuration may take; None for no limit."""
-    margin: float
+    margin: float = MARGIN
     """Largest difference in the final loss that counts as equivalent, as a share of FP32's."""
     left_share: float = 1.0
     """What is left of the budget."""

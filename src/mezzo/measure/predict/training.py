@@ -19,8 +19,8 @@ from mezzo.engine.optimizers.master_weights import MasterWeights, NoMasters
 from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.operations import cuda_operators
+from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder
-from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.policy import Policy
 
@@ -81,7 +81,7 @@ def record_training(
             if zero_grad == "before_forward":
                 built_optimizer.zero_grad()
             recorder.begin("forward")
-            answers = stand_ins(partial(_note_line, recorder.tape.read_at), some_are_real=True)
+            answers = placeholder_numbers(partial(_note_line, recorder.tape.read_at), some_are_real=True)
             with fake, answers, cuda_operators() if gpu else nullcontext(), recorder.modules_named(model):
                 with region():
                     loss, outputs = loss_of(model, inputs)

@@ -18,11 +18,11 @@ from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import calibration_of, rates_used
+from mezzo.measure.predict.placeholder_numbers import numbers_read
 from mezzo.measure.predict.plan import Tapes, predict, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
-from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy

@@ -25,6 +25,7 @@ from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.measure.cuda_answers import first, nothing
 from mezzo.measure.predict.operations import cuda_operators
+from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder, storage_key
 from mezzo.measure.predict.script.batches import (
     CountedFakeMode,
@@ -38,7 +39,6 @@ from mezzo.measure.predict.script.batches import (
 from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
 from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import MemoryKind, TrainingTape
 from mezzo.measure.predict.training import STEPS, free_gradients, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
@@ -126,7 +126,7 @@ class ScriptRecorder:
                     patch.object(nn.Module, "__call__", call),
                     patch.object(nn.Module, "_apply", _converted),
                     patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
-                    stand_ins(self._note_line, some_are_real=request.numbers_first),
+                    placeholder_numbers(self._note_line, some_are_real=request.numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
                     gpu_on_cpu(self._gpu_queries, gpu_present=request.gpu_present, moved=self._moved),
