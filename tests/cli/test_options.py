@@ -138,7 +138,6 @@ def test_the_tables_name_commands_and_options_that_exist() -> None:
     assert {command.split()[0] for command in OTHER_COMMANDS.values()} <= {*COMMANDS}
     assert not {*OTHER_COMMANDS} & {*COMMANDS}
     assert named.OPTIMIZERS.keys() == {*values.OPTIMIZER_NAMES}
-    assert tuple(named.LIBRARIES) == values.MODEL_LIBRARIES
 
 
 @pytest.mark.parametrize(

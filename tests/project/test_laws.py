@@ -516,7 +516,6 @@ def test_a_framework_is_named_in_its_own_folders() -> None:
 REACH = re.compile(r"mezzo/(\S+?):\d+: error: mezzo\.(\S+)  \[reach\]")
 REACHED: dict[str, int] = {
     # class: how often another file sets one of its attributes or reads a private one
-    "cli.options.values.Budget": 2,
     "compat.apex.amp.state.AmpState": 1,
     "compat.apex.amp.state.CastsOfO1": 1,
     "compat.driven.Driven": 2,
@@ -528,15 +527,10 @@ REACHED: dict[str, int] = {
     "launch.keras.state.KerasRun": 2,
     "launch.paddle.state.HostScale": 1,
     "launch.paddle.state.PaddleRun": 1,
-    "commands.tune.runs.Tune": 1,
     "launch.torch.phase.Phase": 5,
     "launch.torch.open_update.OpenUpdate": 8,
-    "measure.flops.Counted": 5,
     "measure.plain_steps.PlainSteps": 1,
-    "measure.predict.recorder.Recorder": 22,
-    "measure.predict.script.batches.ScriptBatches": 1,
-    "measure.predict.tape.MemoryBlock": 2,
-    "measure.predict.tape.TrainingTape": 8,
+    "measure.predict.tape.TrainingTape": 1,
     "measure.steps.StepClock": 1,
     "observe.audit.merged.AuditRow": 2,
     "observe.fallback.evidence.Measurements": 3,

@@ -1,4 +1,4 @@
-"""Words that people bring from other tools: what was typed, and what to type instead."""
+"""The words of help and errors: an example of each value, and what to type instead of words that people bring from other tools."""
 
 from __future__ import annotations
 
@@ -82,8 +82,6 @@ COMMANDS: Mapping[str, str] = {
 LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
 """The commands that an option without a command is tried with, in this order."""
 
-
-# --- The words that stand for values in help and errors, each with an example that can be typed ---------------------------------
 
 EXAMPLES: Mapping[str, str] = {
     "POLICY": "bf16",

@@ -139,7 +139,7 @@ class NonFinite(Observer):
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._inspected = _inspected_step(self._tracer, self._marked)
-        count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
+        self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
 
@@ -149,7 +149,7 @@ class NonFinite(Observer):
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
             self._inspected = _inspected_step(self._tracer, self._marked)
-            count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
+            self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
             self._inspected = _inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
