@@ -483,7 +483,6 @@ FRAMEWORKS_NAMED = {
     "commands/diagnose/words.py": "what a library cannot do",
     "commands/fallback/find.py": "what a library cannot do",
     "commands/tune/command.py": "what is not predicted of a library",
-    "policy.py": "the names that a library has for the presets, which the command line accepts before any framework is known",
 }
 
 
@@ -519,11 +518,8 @@ REACHED: dict[str, int] = {
     "compat.apex.amp.state.AmpState": 1,
     "compat.apex.amp.state.CastsOfO1": 1,
     "compat.driven.Driven": 2,
-    "engine.optimizers.one_pass.OnePass": 1,
-    "engine.state.Progress": 5,
     "engine.scaling.DynamicScale": 1,
     "engine.scaling.NoScale": 1,
-    "engine.window.Window": 3,
     "launch.keras.state.KerasRun": 2,
     "launch.paddle.state.HostScale": 1,
     "launch.paddle.state.PaddleRun": 1,
@@ -532,15 +528,7 @@ REACHED: dict[str, int] = {
     "measure.plain_steps.PlainSteps": 1,
     "measure.predict.tape.TrainingTape": 1,
     "measure.steps.StepClock": 1,
-    "observe.audit.merged.AuditRow": 2,
-    "observe.fallback.evidence.Measurements": 3,
-    "observe.lint.gradients.GradientState": 22,
-    "observe.lint.scalers.Scalers": 1,
-    "observe.nonfinite.evidence.FaultSource": 10,
-    "observe.nonfinite.propagation.InfinityTracer": 1,
-    "observe.nonfinite.shadows.Recomputable": 1,
     "observe.observer.Observer": 1,
-    "patching.regions.Regions": 1,
 }
 
 

@@ -33,6 +33,7 @@ from mezzo.observe.nonfinite.evidence import (
     Harmless,
     Located,
     LostValues,
+    recorded,
     write_evidence,
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
@@ -94,9 +95,13 @@ class NonFinite(Observer):
         formats = OperandFormats(inside=lambda: self.run.phase.inside)
         device_type = self.run.precision.device_type or "cpu"
         self._tracer = InfinityTracer(
-            formats, device_type=device_type, flags=self.run.phase, scale=self.loss_scale, weights=self._weights
+            formats,
+            device_type=device_type,
+            flags=self.run.phase,
+            scale=self.loss_scale,
+            weights=self._weights,
+            problems=self._problems,
         )
-        self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
         if self._settings.changes.loss_scale is not None and step == self._first_inspected:
@@ -325,7 +330,7 @@ class NonFinite(Observer):
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,
-                "raised": raised.as_record(names)
+                "raised": recorded(raised, names)
                 if raised is not None and run.error is not None
                 else self._raised(names),
             }
