@@ -113,13 +113,11 @@ def unusable(error: OSError) -> int:
         raise error
     # Of a copy, the second name is the file that the disk has no space for.
     what = error.filename2 or error.filename or "standard output"
-    REASON.text = f"cannot use {what!r}: {error.strerror}"
-    print(f"mezzo: {REASON.text}", file=sys.stderr)
+    REASON.tell(f"cannot use {what!r}: {error.strerror}")
     return 1
 
 
 def failed(error: MezzoError) -> int:
     """Print an error in two lines, and return its exit code."""
-    REASON.text = hidden_text(str(error), values=secrets_among(sys.argv, os.environ).values())
-    print(f"mezzo: {REASON.text}", file=sys.stderr)
+    REASON.tell(hidden_text(str(error), values=secrets_among(sys.argv, os.environ).values()))
     return error.exit_code

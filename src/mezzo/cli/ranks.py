@@ -75,14 +75,13 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
     shared = Path("runs") if out is None else Path(out).parent
     meeting = Meeting(process, meeting_place(process, shared=shared), words=words)
     if process.rank:
-        exit_code = follow(meeting)
-        if meeting.recorded is not None:
-            _show_for_leader(meeting.recorded)
+        exit_code, recorded = follow(meeting)
+        if recorded is not None:
+            _show_for_leader(recorded)
         report_failure(exit_code, words[0], own_rank=process.rank)
         return exit_code
     with leading(meeting) as leader:
-        leader.exit_code = 1  # in case the command raises
-        leader.exit_code = command()
+        leader.run_command(command)
         report_failure(
             leader.exit_code, words[0], own_rank=0
         )  # before the others end: torchrun then stops this process too

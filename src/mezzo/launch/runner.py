@@ -111,7 +111,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
             why = f"{stopped} while it waited for {lead.missing}"
             record = substitute_record(request, stopped.exit_code, why)
             write_record(record, Path(request.record_path))
-    REASON.text = error_of(record) or REASON.text
+    REASON.found(error_of(record), rank=None)
     return record
 
 

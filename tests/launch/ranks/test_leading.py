@@ -51,7 +51,7 @@ def job(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterat
         return Meeting(one, folder / "meeting", join_s=20)
 
     def follow(rank: int) -> None:
-        codes.append(following.follow(process(rank)))
+        codes.append(following.follow(process(rank))[0])
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, SIZE)]
     for thread in threads:
@@ -178,6 +178,6 @@ def test_a_process_that_ended_well_and_is_gone_has_not_vanished(tmp_path: Path) 
 def test_a_command_that_is_over_is_told_by_a_rank_0_that_is_gone(tmp_path: Path) -> None:
     meeting = last_words(tmp_path, 1, "over", {"exit_code": 3, "reason": "", "rank": None})
     with stoppable() as stop:
-        code = following._follow(meeting, stop)
+        code, recorded = following._follow(meeting, stop)
     meeting.leave()
-    assert code == 3
+    assert (code, recorded) == (3, None)

@@ -70,29 +70,30 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     """Patch Keras and its backend, which have just been imported."""
     import keras
 
-    if observe is not None:
-        _observe(run, observe, keras.backend.backend())
+    name = keras.backend.backend()
+    observer = None if observe is None else _observer(run, observe, name)
     if seed is not None:
         shift_keras(seed, patches)
-    run.backend = _backend_of(keras.backend.backend(), run)
-    layers = Layers(run, run.backend)
+    backend = _backend_of(name, run)
+    is_audit = name == "tensorflow" and isinstance(observe, AuditSettings)
+    run.begin(backend, **{"audit" if is_audit else "observed": observer})
+    layers = Layers(run, backend)
     layers.install(patches)
-    Updates(run, run.backend, layers).install(patches)
-    run.backend.install(patches)
+    Updates(run, backend, layers).install(patches)
+    backend.install(patches)
 
 
-def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
-    """Let the command's observer observe the run."""
+def _observer(run: KerasRun, settings: AnySettings, backend: str) -> Any:
+    """Return the command's observer of the run."""
     if backend == "tensorflow" and isinstance(settings, AuditSettings):
         from mezzo.launch.keras.graph_audit import GraphAudit
 
-        run.audit = GraphAudit(run, settings)
-    elif backend == "tensorflow" and isinstance(settings, DiagnoseSettings):
+        return GraphAudit(run, settings)
+    if backend == "tensorflow" and isinstance(settings, DiagnoseSettings):
         from mezzo.launch.keras.nonfinite_values import ObservedTensorFlow
 
-        run.observed = ObservedTensorFlow(run, settings)
-    else:
-        run.observed = observed_keras(run, settings, backend)
+        return ObservedTensorFlow(run, settings)
+    return observed_keras(run, settings, backend)
 
 
 def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
@@ -151,7 +152,11 @@ class KerasTraining(WithoutPyTorch):
         """Change nothing; return a function that returns the input of a step, in elements. A change that is wanted is refused."""
         if changes.channels_last or changes.compiles or changes.checkpoint:
             return super().change_models(changes)
-        return lambda: self._run.num_inputs / self.num_updates if self._run.num_inputs and self.num_updates else None
+        return self._inputs_per_step
+
+    def _inputs_per_step(self) -> float | None:
+        num_inputs = 0 if self._run.backend is None else self._run.backend.num_inputs
+        return num_inputs / self.num_updates if num_inputs and self.num_updates else None
 
     @property
     def framework(self) -> str:
@@ -199,7 +204,7 @@ class KerasTraining(WithoutPyTorch):
             parameters_bytes=_num_bytes(run.variables.values()) if run.optimizers else None,
             gradients_bytes=run.gradients_bytes,
             optimizer_bytes=_num_bytes(state.values()) if run.optimizers else None,
-            activations_bytes=run.activations_bytes,
+            activations_bytes=None if run.backend is None else run.backend.counted.activations_bytes,
         )
 
     def effective(self) -> Effective:

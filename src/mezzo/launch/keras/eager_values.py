@@ -78,12 +78,26 @@ class EagerValues:
         self.layers: list[Any] = []
         """The layers being called, the outermost first."""
         self.in_backward = self.in_update = False
+        """Whether a backward pass runs; and whether one has ended, so that an update is made until the next forward pass begins."""
         self.is_on = False
         self.narrow = False
         """Whether any operation read or returned 16-bit values."""
         self._creator: OperationInLayer | None = None
         """The forward operation whose gradient is being computed."""
         self.clear()
+
+    def forward_begins(self) -> None:
+        """Note that a forward pass begins: no update is made any more."""
+        self.in_update = False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward pass, which an update follows."""
+        self.in_update, self.in_backward = False, True
+        try:
+            yield
+        finally:
+            self.in_update, self.in_backward = True, False
 
     def clear(self) -> None:
         """Discard what is known of the step."""

@@ -70,7 +70,7 @@ class ObservedTensorFlow:
         self._has_loss = False
         self._by_update: FaultSource | None = None
         self._parts: dict[tuple[int, int], bool] = {}
-        self._values.in_update = False
+        self._values.forward_begins()
 
     @property
     def observer(self) -> ObservedTensorFlow:
@@ -133,7 +133,7 @@ class ObservedTensorFlow:
                 return original(layer, *args, **kwargs)
             if not self._values.layers:
                 self._met(layer)
-                self._values.in_update = False
+                self._values.forward_begins()
             with self._values.layer(layer):
                 return original(layer, *args, **kwargs)
 
@@ -165,11 +165,8 @@ class ObservedTensorFlow:
             self.scaler_met(PolicyScale(self._run))
         values, self._has_loss = self._values, True
         self._of_losses += values.causes(losses)
-        values.in_update, values.in_backward = False, True
-        try:
+        with values.backward():
             gradients = compute()
-        finally:
-            values.in_update, values.in_backward = True, False
         self._in_backward += values.causes(tf.nest.flatten(gradients))
         return gradients
 

@@ -238,6 +238,9 @@ class ObservedKeras:
         """Record the update of the open step, which closes when the next backward pass begins."""
         self._pending = skipped, scale
 
+    def step_closed(self, *, loss: float, norm: float, skipped: bool) -> None:
+        """Do nothing: steps close when the next backward pass begins."""
+
     def close_update(self) -> None:
         """Close the open step if it has made its update."""
         if self._pending is None:

@@ -25,7 +25,7 @@ import keras
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.frameworks.keras import tf32_of
-from mezzo.launch.keras.state import Backend, KerasRun, by_format, mixed_scaling
+from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format, mixed_scaling
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 
@@ -237,7 +237,7 @@ class JaxBackend(Backend):
             self._patches.around(owner, "train_step", self._counted)
 
     def _counted(self, original: Method, model: Any, state: Any, data: Any) -> Any:
-        if not self._run.flops:
+        if not self.counted.flops:
             self._count(functools.partial(self._step, original, model), state, data)
         return self._step(original, model, state, data)
 
@@ -259,8 +259,8 @@ class JaxBackend(Backend):
         finally:
             self._losses = []
         tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
-        run.flops = by_format(by_dtype, tf32=tf32)
-        run.counted_on_step = 1 if run.flops else None
+        flops = by_format(by_dtype, tf32=tf32)
+        self.counted = CountedStep(flops, 1 if flops else None)
 
 
 def _sum(losses: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from tensorflow.python.ops import resource_variable_ops
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
-from mezzo.launch.keras.state import Backend, KerasRun, by_format
+from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 
@@ -78,7 +78,6 @@ class TensorFlowBackend(Backend):
             self._run.audit.install(patches)
         if self._run.observed is not None:
             self._run.observed.install(patches)
-            self._run.on_close = self._run.observed.step_closed
         patches.around(tf.GradientTape, "gradient", self._gradient)
         for name in ("jacobian", "batch_jacobian"):
             patches.around(tf.GradientTape, name, self._jacobian)
@@ -305,8 +304,7 @@ class TensorFlowBackend(Backend):
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
             self._run.note_left_alone("operations counted", "none", why)
             return
-        self._run.flops, self._run.counted_on_step = self._by_format(counts.flops), self._run.steps.num_closed
-        self._run.activations_bytes = counts.activations_bytes
+        self.counted = CountedStep(self._by_format(counts.flops), self._run.steps.num_closed, counts.activations_bytes)
         if counts.loops:
             why = "the number of iterations is not in the graph: the body counts once"
             self._run.note_left_alone("operations counted", f"{counts.loops} loops", why)
@@ -323,8 +321,8 @@ class TensorFlowBackend(Backend):
     def _stop_counting(self) -> None:
         if self._counting is not None and not self._counted:
             self.finish()
-            self._run.flops = self._by_format(self._counting)
-            self._run.counted_on_step = self._run.steps.num_closed if self._run.flops else None
+            flops = self._by_format(self._counting)
+            self.counted = CountedStep(flops, self._run.steps.num_closed if flops else None)
             why = "what TensorFlow's tape keeps outside traced functions is not visible"
             self._run.note_left_alone("activations", "not known", why)
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import FP16, FP32
-from mezzo.launch.keras.state import Backend, KerasRun, reaches
+from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, reaches
 from mezzo.launch.keras.updates import PolicyScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.own_amp import keep_fp32_products
@@ -130,7 +130,7 @@ class TorchBackend(Backend):
         # If the numbers of losses and gradients differ, torch itself raises.
         recorded = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
         self._losses += recorded
-        run.num_inputs, self._num_inputs = run.num_inputs + self._num_inputs, 0
+        self.num_inputs, self._num_inputs = self.num_inputs + self._num_inputs, 0
         for unscaled in before_scaling:
             run.backward(scaled=unscaled is not None)
         if self._count is not None:
@@ -235,12 +235,11 @@ class TorchBackend(Backend):
     def _end_count(self) -> None:
         assert self._flops is not None
         self.finish()
-        self._run.flops = dict(self._flops.by_format)
-        self._run.activations_bytes = self._saved.peak_bytes
-        self._run.counted_on_step = self._run.steps.num_closed + 1 if self._run.flops else None
+        flops = dict(self._flops.by_format)
+        self.counted = CountedStep(flops, self._run.steps.num_closed + 1 if flops else None, self._saved.peak_bytes)
         policy = self._run.policy
         half = policy is not None and policy.compute == FP16.name
-        if half and FP32.name in self._run.flops and self.device_type() == "cpu":
+        if half and FP32.name in flops and self.device_type() == "cpu":
             why = "on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
             self._run.note_left_alone("fp16 products", "in fp32", why)
 

@@ -6,8 +6,9 @@ import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from mezzo.errors import ScaleFloorError, ScriptError
@@ -61,10 +62,23 @@ class ThreadState(threading.local):
     """Whether a layer is being called."""
 
 
+class CountedStep(NamedTuple):
+    """The operations of the step that was counted."""
+
+    flops: Mapping[str, int] = MappingProxyType({})
+    """By format."""
+    step: int | None = None
+    """Its number; None if no product was counted."""
+    activations_bytes: int | None = None
+
+
 class Backend(Protocol):
     """The hooks on a backend of Keras, which record its backward passes and updates."""
 
     name: str
+    counted: CountedStep = CountedStep()
+    num_inputs: int = 0
+    """The elements of the models' first inputs, over all steps; 0 where the backend does not count them."""
     shares_scale: bool
     """Whether all optimizers can share one variable as the loss scale; JAX's steps read only variables of the optimizer."""
 
@@ -151,15 +165,10 @@ class KerasRun:
         """Whether the latest gradients include the loss scale: the script scaled their loss."""
         self.has_backward = False
         """Whether any backward pass was recorded: without one, updates have no loss."""
-        self.flops: dict[str, int] = {}
-        self.counted_on_step: int | None = None
-        self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
         self.observed: Any = None
         """The run for observers (``launch.keras.observed.ObservedKeras``), or on TensorFlow for a diagnosis
         (``launch.keras.nonfinite_values.ObservedTensorFlow``); None if only its steps are recorded."""
-        self.on_close: Callable[..., None] | None = None
-        """Called with the loss, the norm and whether it was skipped after each step; None if nothing follows steps."""
         self.audit: Any = None
         """The audit of TensorFlow's graph (``launch.keras.graph_audit.GraphAudit``); None for every other command."""
         self.own_dtypes: WeakSet[Any] = WeakSet()
@@ -171,8 +180,6 @@ class KerasRun:
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         """The name of the model that each optimizer trains, with which its variables' paths begin, by the optimizer's number."""
-        self.num_inputs = 0
-        """The elements of the models' first inputs, over all steps; 0 where the backend does not count them."""
         self.limit: StepLimit | None = None
         """The number of steps, or the time, after which the script is stopped."""
         self.num_scaled = 0
@@ -183,6 +190,10 @@ class KerasRun:
         self._scaled: list[tuple[Any, Any, Any]] = []
         self._kinds: set[bool] = set()
         """Whether the losses of the backward passes since the last update were scaled by the script."""
+
+    def begin(self, backend: Backend, *, observed: Any = None, audit: Any = None) -> None:
+        """Begin on the backend that the script has chosen, with the observer of the command, if it has one."""
+        self.backend, self.observed, self.audit = backend, observed, audit
 
     @property
     def scales(self) -> bool:
@@ -290,8 +301,8 @@ class KerasRun:
             self.steps.loss(loss)
             known = None if math.isnan(scale) else scale
             self.steps.close(skipped=skipped, scale=known, norm=norm, made_by=frozenset([owner]))
-            if self.on_close is not None:
-                self.on_close(loss=loss, norm=norm, skipped=skipped)
+            if self.observed is not None:
+                self.observed.step_closed(loss=loss, norm=norm, skipped=skipped)
             if skipped and scale < floor:
                 raise ScaleFloorError(
                     f"gradients overflow at the loss scale's floor of {floor:g}, update {self.steps.num_closed}",
@@ -304,9 +315,10 @@ class KerasRun:
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
+        counted = CountedStep() if self.backend is None else self.backend.counted
         return Effective(
-            flops_by_format=self.flops,
-            counted_on_step=self.counted_on_step,
+            flops_by_format=dict(counted.flops),
+            counted_on_step=counted.step,
             left_alone=list(self.left_alone.values()),
         )
 

@@ -41,7 +41,7 @@ class BackwardPasses:
         """The leaves that have a hook; after the run it does nothing, because no pass is scaled."""
         self._factors: tuple[float, float] | None = None
         """The loss scale of the running pass, and its inverse; None outside a scaled pass."""
-        self.begins: Callable[[], Any] = lambda: None
+        self.before: list[Callable[[], Any]] = []
         """Called before every backward pass."""
 
     def install(self, patches: Patches) -> None:
@@ -58,7 +58,8 @@ class BackwardPasses:
         run, local = self._run, self._run.local
         if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
             return original(tensors, grad_tensors, *args, **kwargs)
-        self.begins()
+        for begins in self.before:
+            begins()
         starts = list(grad_tensors or []) or [None] * len(tensors)
         run.backward_from(tensors, starts)
         if run.scale.skips_overflows:
@@ -329,13 +330,12 @@ class Updates:
         if run.observer is not None:
             run.observer.closure_met(type(optimizer).__name__)
         step = ClosureStep(run, optimizer, _norm)
-        self._stepping = run.in_closure = True
+        self._stepping = True
         try:
-            return original(
-                optimizer, *map(step.watched, [*args, *kwargs.values()])
-            )  # the closure is the only argument
+            with run.evaluating():
+                return original(optimizer, *map(step.watched, [*args, *kwargs.values()]))  # the closure alone
         finally:
-            self._stepping = run.in_closure = False
+            self._stepping = False
             skip = run.updated(step.norm)
             if skip:
                 step.undo()

@@ -202,7 +202,7 @@ class CountedStep:
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self._updated)
-        self._passes.begins = self._backward_begins
+        self._passes.before.append(self._backward_begins)
         patches.around(paddle.base.core.eager, "run_partial_grad", self._differentiate)
         patches.on_undo(self._end)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import threading
@@ -147,6 +148,28 @@ class PaddleRun:
     def observe(self, observer: RunListener) -> None:
         """Notify ``observer`` of the run's events."""
         self.observer = observer
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let an optimizer evaluate the loss itself."""
+        self.in_closure = True
+        try:
+            yield
+        finally:
+            self.in_closure = False
+
+    def keep_models(self) -> None:
+        """Keep the models that the script drops, because ``weights`` is read afterwards."""
+        self.kept_roots = []
+
+    def weights(self) -> str:
+        """Return a digest of the weights; empty unless models were kept."""
+        if self.kept_roots is None:
+            return ""
+        digest = hashlib.sha256()
+        for parameter in {id(p): p for root in self.kept_roots for p in root.parameters()}.values():
+            digest.update(parameter.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def withhold_updates(self) -> None:
         """Let optimizers leave the weights as they are from now on."""
@@ -336,6 +359,14 @@ class PaddleRun:
         """Record an optimizer that has stepped."""
         self._made_by.add(self.owner(optimizer))
         self.steps.updated()
+
+    def script_scaled(self, scaler: Any) -> None:
+        """Record that the script's own GradScaler scaled a loss."""
+        self.script_scaler = scaler
+
+    def script_scaler_updated(self, scale: float) -> None:
+        """Record that the script's own GradScaler has made an update, after which its scale is ``scale``."""
+        self.script_scaler, self.script_scale = None, scale
 
     def script_skipped(self) -> None:
         """Record that the script's own GradScaler skipped an optimizer's step."""

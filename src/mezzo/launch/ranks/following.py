@@ -22,8 +22,11 @@ _WITHOUT_LEADER = 1
 """Exit code of a process whose rank 0 is gone."""
 
 
-def follow(meeting: Meeting) -> int:
-    """Run what rank 0 requests until the command is over; return the command's exit code.
+def follow(meeting: Meeting) -> tuple[int, Path | None]:
+    """Run what rank 0 requests until the command is over.
+
+    Returns:
+        The command's exit code, and the file of the record that this process wrote for a rank 0 that vanished, None without one.
 
     Raises:
         ScriptError: there is no rank 0, or it was started with another command.
@@ -33,7 +36,7 @@ def follow(meeting: Meeting) -> int:
             meeting.join(stop.check)
         except Stopped as stopped:
             print(f"mezzo: {stopped} while waiting for rank 0", file=sys.stderr)
-            return stopped.exit_code
+            return stopped.exit_code, None
         try:
             with shared_imports(prints_why_not=False):
                 return _follow(meeting, stop)
@@ -41,39 +44,38 @@ def follow(meeting: Meeting) -> int:
             meeting.leave()
 
 
-def _follow(meeting: Meeting, stop: Stop) -> int:
+def _follow(meeting: Meeting, stop: Stop) -> tuple[int, Path | None]:
     number, end_s = 1, float("inf")
     while True:
         is_alone = meeting.gone(0)  # before its messages are read: it leaves one and ends
         over, message = meeting.get("over"), meeting.get(f"run-{number}")
         if over is not None:
-            REASON.text, REASON.rank = over["reason"], over["rank"]
-            return stop.exit_code or int(over["exit_code"])
+            REASON.found(over["reason"], rank=over["rank"])
+            return stop.exit_code or int(over["exit_code"]), None
         if message is not None:
             _run(meeting, number, message, stop)
             number += 1
         if is_alone:
-            REASON.text, REASON.rank = "rank 0: its process vanished", 0
-            print(f"mezzo: {REASON.text}", file=sys.stderr)
-            _record_for_leader(meeting, number - 1, why=REASON.text)
-            return stop.exit_code or _WITHOUT_LEADER
+            REASON.tell("rank 0: its process vanished", rank=0)
+            return stop.exit_code or _WITHOUT_LEADER, _record_for_leader(meeting, number - 1, why=REASON.text)
         if stop.stopped:  # rank 0 received the signal as well, and reports when the records are written
             end_s = min(end_s, time.monotonic() + 3 * SIGNAL_GRACE_S)
         if time.monotonic() > end_s:
-            return stop.exit_code
+            return stop.exit_code, None
         time.sleep(POLL_S)
 
 
-def _record_for_leader(meeting: Meeting, number: int, *, why: str) -> None:
-    """Write the record of the run that rank 0 did not live to write, as the first of the processes that are left."""
+def _record_for_leader(meeting: Meeting, number: int, *, why: str) -> Path | None:
+    """Write the record of the run that rank 0 did not live to write, as the first of the processes that are left; return its file."""
     rank, message = meeting.launched.rank, meeting.get(f"run-{number}")
     if message is None or any(other < rank and not meeting.gone(other) for other in meeting.others):
-        return
+        return None
     own = record_at(record_path(meeting.folder_for(f"rank-{rank}"), number))
     if not isinstance(own, RunRecord):
         own = substitute_record(Request.of_json(message["request"]), _WITHOUT_LEADER, why)
-    meeting.recorded = Path(message["record"])
-    write_record(own.model_copy(update={"error": why, "exit_code": _WITHOUT_LEADER}), meeting.recorded)
+    path = Path(message["record"])
+    write_record(own.model_copy(update={"error": why, "exit_code": _WITHOUT_LEADER}), path)
+    return path
 
 
 def _run(meeting: Meeting, number: int, message: dict[str, Any], stop: Stop) -> None:

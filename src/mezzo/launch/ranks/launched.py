@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -152,6 +153,15 @@ class FailureReason:
     """Empty if nothing failed: a verdict may have an exit code other than 0 as well."""
     rank: int | None = None
     """The process to blame, if there are several."""
+
+    def tell(self, text: str, *, rank: int | None = None) -> None:
+        """Print why the command fails, and keep it, with the process to blame."""
+        self.found(text, rank=rank)
+        print(f"mezzo: {text}", file=sys.stderr)
+
+    def found(self, text: str | None, *, rank: int | None) -> None:
+        """Keep an error that has been printed, and the process to blame; None for what is not known."""
+        self.text, self.rank = text or self.text, self.rank if rank is None else rank
 
 
 REASON = FailureReason()

@@ -97,6 +97,11 @@ class Leader:
         self.exit_code = 0
         """The command's exit code, which all processes return."""
 
+    def run_command(self, command: Callable[[], int]) -> None:
+        """Run the command that all processes run."""
+        self.exit_code = 1  # in case the command raises
+        self.exit_code = command()
+
     @property
     def size(self) -> int:
         """Number of processes."""
@@ -213,7 +218,7 @@ class Leader:
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
         blame = blamed(ends)
         if blame is not None:
-            REASON.rank = blame[0]
+            REASON.found(None, rank=blame[0])
         return merged(records, ends=ends, blame=blame, hosts=hosts, limit_s=run.limit_s if run.over_limit else None)
 
     def _end_of(self, rank: int, run: _Run) -> ProcessEnd:

@@ -79,8 +79,6 @@ class Meeting:
         """The latest number of each process, and when it was first read."""
         self._left = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.recorded: Path | None = None
-        """Where this process wrote the record of a run because rank 0 is gone."""
 
     # --- arriving and leaving --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from mezzo.observe.audit.operations import TracedOperation, interpret, weights_o
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import AuditSettings
-from mezzo.observe.trace import Trace, with_formats
+from mezzo.observe.trace import Trace, count_formats
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, CastTotal, Product, Reason, RoundTrip, RunRecord, WideProduct
@@ -114,7 +114,7 @@ class Audit(Observer):
         )
         counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
-            counted = with_formats(counted, trace.operations, step)
+            counted = count_formats(counted, trace.operations, step)
         return audited.model_copy(update={"run": self.with_formats(run, counted)})
 
     def _keep(self, trace: Trace) -> None:

@@ -41,7 +41,7 @@ from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, own_line
-from mezzo.observe.trace import RawOperation, with_formats
+from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
 
 
@@ -144,8 +144,7 @@ class NonFinite(Observer):
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._inspected = _inspected_step(self._tracer, self._marked)
-        operations = self._tracer.trace.operations[: self._marked]
-        self._formats = with_formats(self._formats, operations, step - 1)
+        self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
 
@@ -155,8 +154,7 @@ class NonFinite(Observer):
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
             self._inspected = _inspected_step(self._tracer, self._marked)
-            operations = self._tracer.trace.operations[: self._marked]
-            self._formats = with_formats(self._formats, operations, self._observing)
+            self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
             self._inspected = _inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
