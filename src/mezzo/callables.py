@@ -26,8 +26,7 @@ from mezzo.launch.torch import TorchTraining, training
 from mezzo.launch.torch.script_objects import amp_off, find_premade, state_restored
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.kernels import KernelWatch
-from mezzo.observe.audit.observer import audit_record
+from mezzo.observe.audit.observer import KernelWatch, audit_record
 from mezzo.observe.audit.operations import interpret, weights_of
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.module_names import Names

@@ -9,7 +9,7 @@ from gpu_jobs import CUDA, Ask, mezzo, plan
 from torch import nn
 
 import mezzo as library
-from mezzo.observe.audit.kernels import uses_tensor_cores
+from mezzo.observe.audit.observer import uses_tensor_cores
 
 STEPS, WIDTH = 30, {"cpu": 64, "cuda": 2048}
 LAYERS = 4

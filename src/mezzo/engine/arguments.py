@@ -177,7 +177,7 @@ def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) ->
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device that training runs on: that of the first parameter not on the CPU, else the CPU.
+    """Return the device of the first parameter that is not on the CPU, else the CPU.
 
     A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the device that computes.
 

@@ -5,8 +5,8 @@ GPU backward passes run in autograd's own thread. So a node created there, by re
 have the same number as a node of the forward pass. Such a node gets an identity of its own, below 0, which is stored in its ``metadata``.
 
 A dispatch mode runs before autograd attaches the node to the result. So the tracer keeps a weak reference to the result, and reads its node
-when the next operation runs in this thread or when the script creates a node. A node that no result leads to (that of a view rebuilt after
-a write into its base) is given the identity of the node that ran before it, if both run in a nested backward pass.
+when the next operation runs in this thread or when the script creates a node. Some nodes have no result, for example after a write into a
+view's base. In a nested backward pass they take the identity of the previous node.
 """
 
 from __future__ import annotations

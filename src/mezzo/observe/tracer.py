@@ -372,7 +372,7 @@ def _bare_metas(values: Iterable[Any]) -> list[Meta]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, or of that of the first tensor inside a wrapper; 0 if there is none."""
+    """Return the address of the storage of a tensor, or of a wrapper's first tensor; 0 without one."""
     if hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     try:

@@ -20,7 +20,7 @@ import record_builders as build
 from helpers_audit import audited
 from mezzo.commands.audit import page as audit_page
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit import kernels, observer
+from mezzo.observe.audit import observer
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
@@ -206,7 +206,7 @@ def test_the_profiler_sees_the_calls_that_the_trace_sees() -> None:
     ours = Counter(
         n.func.overloadpacket.__name__ for n in map(RawOperation._make, tracer.trace.operations) if n.product
     )
-    theirs = Counter(event.name.removeprefix("aten::") for event, _ in kernels.calls(profiler.events()))
+    theirs = Counter(event.name.removeprefix("aten::") for event, _ in observer.calls(profiler.events()))
     assert ours == {"convolution": 1, "addmm": 1, "mm": 5, "convolution_backward": 1}
     assert {op: theirs[op] for op in ours} == ours
 
@@ -253,18 +253,18 @@ def test_kernels_reach_the_products_that_launched_them() -> None:
     order = [one.op for one in {id(one.raw): one for one in seen if one.product is not None}.values()]
     products = [f"{op}_s16816" if op != "convolution" else "sgemm_simt" for op in order]
     events = [e for n, (op, kernel) in enumerate(zip(order, products, strict=True)) for e in call(op, 10 * n, kernel)]
-    found = kernels.launches(events)
+    found = observer.launches(events)
     assert [(launch.op, launch.kernel) for launch in found] == [
         (f"aten::{op}", kernel) for op, kernel in zip(order, products, strict=True)
     ]
 
-    proven = kernels.prove(observer.products(seen), seen, found)
+    proven = observer.prove(observer.products(seen), seen, found)
     for product in proven:
         assert product.kernels == [f"{product.op}_s16816" if product.op != "convolution" else "sgemm_simt"]
         assert product.on_tensor_cores is (product.op != "convolution")
     both = [p.phase for p in proven if p.op == "convolution_backward"]
     assert sorted(both) == ["dgrad", "wgrad"]
-    times = {k.name: (k.count, k.time_ms, k.tensor_cores) for k in kernels.totals(found, seen)}
+    times = {k.name: (k.count, k.time_ms, k.tensor_cores) for k in observer.totals(found, seen)}
     assert times["mm_s16816"] == (5, 10.0, True)
     assert times["sgemm_simt"] == (1, 2.0, False)
 
@@ -275,7 +275,7 @@ def test_autocasts_casts_are_no_kernels_of_the_product_that_they_serve() -> None
     cast = Event("aten::copy_", 1, kernels=[Ran("bfloat16_copy_kernel", 4000.0)], cpu_parent=outer)
     inner = Event("aten::addmm", 5, kernels=[Ran("nvjet_sm90", 2000.0)], cpu_parent=mode)
     outer.cpu_children, mode.cpu_parent, mode.cpu_children = [cast, mode], outer, [inner]
-    found = kernels.launches([inner, cast, outer, mode])
+    found = observer.launches([inner, cast, outer, mode])
     assert [(one.op, one.kernel) for one in found] == [
         ("aten::addmm", "nvjet_sm90"),
         ("aten::copy_", "bfloat16_copy_kernel"),
@@ -291,13 +291,13 @@ def test_a_kernel_counts_once_though_the_profilers_overhead_has_the_operations_n
         Event("cudaDeviceSynchronize", 2, [kernel], [], operation, "cuda_runtime"),
     ]
     operation.cpu_children = overhead
-    assert [one.kernel for one in kernels.launches([operation, *overhead])] == ["flash_fwd_kernel"]
+    assert [one.kernel for one in observer.launches([operation, *overhead])] == ["flash_fwd_kernel"]
 
 
 def test_without_kernels_nothing_is_proven() -> None:
     tracer, _ = traced(Net())
     seen = interpret(tracer.trace, Names(tracer.trace.roots, ModuleTree()), set())
-    assert all(p.on_tensor_cores is None for p in kernels.prove(observer.products(seen), seen, []))
+    assert all(p.on_tensor_cores is None for p in observer.prove(observer.products(seen), seen, []))
 
 
 def test_a_class_of_a_whole_model_and_a_bare_number_have_their_line() -> None:

@@ -11,7 +11,7 @@ import torch
 from mezzo.devices import cuda_devices_in_use
 from mezzo.engine.snapshots.background import Copies
 from mezzo.launch.torch.out_of_memory import memory_of_devices
-from mezzo.observe.audit import kernels
+from mezzo.observe.audit import observer
 
 
 class OnDevice:
@@ -47,7 +47,7 @@ def test_copies_wait_for_every_device_that_they_come_from(waited: list[Any], mon
 
 
 def test_a_profile_ends_when_every_device_in_use_has_finished(waited: list[Any]) -> None:
-    watch = kernels.KernelWatch()
+    watch = observer.KernelWatch()
     watch._profiler = SimpleNamespace(__exit__=lambda *_: None, events=list)
 
     assert watch.stop() == []

@@ -14,7 +14,7 @@ import mezzo
 from helpers_audit import audited, traced_operations
 from helpers_engine import casting
 from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
-from mezzo.observe.audit.kernels import uses_tensor_cores
+from mezzo.observe.audit.observer import uses_tensor_cores
 from mezzo.observe.settings import MOST_LISTED
 from mezzo.records import Product
 from paths import ROOT

@@ -14,7 +14,7 @@ import torch
 
 from helpers_launch import as_script
 from mezzo.launch.torch import switched
-from mezzo.observe.audit import kernels, observer
+from mezzo.observe.audit import observer
 from mezzo.observe.settings import AuditSettings
 from paths import TESTS
 
@@ -61,18 +61,20 @@ def test_a_script_keeps_its_own_profile(kind: str, in_way: set[int], steps: tupl
     assert json.loads(printed.getvalue())["products"] is True
 
 
-def products(watch: kernels.KernelWatch) -> list[str]:
+def products(watch: observer.KernelWatch) -> list[str]:
     """Return which products a profile has after it has discarded the earlier events."""
     profiler = watch._profiler
     watch.drop()
     return [
-        event.name for event, _ in kernels.calls(kernels._after_restart(profiler.events())) if event.name.endswith("mm")
+        event.name
+        for event, _ in observer.calls(observer._after_restart(profiler.events()))
+        if event.name.endswith("mm")
     ]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_a_restarted_profile_has_only_what_follows() -> None:
-    watch, x = kernels.KernelWatch(), torch.ones(2, 2)
+    watch, x = observer.KernelWatch(), torch.ones(2, 2)
     watch.start()
     torch.addmm(x, x, x)
     watch.restart()
@@ -89,14 +91,14 @@ def test_no_profile_ends_inside_an_optimizers_step(monkeypatch: pytest.MonkeyPat
     """``Optimizer.step`` is an event of the profile: torch wrote its end into freed memory if a second profile had begun before that."""
     inside: list[str] = []
     for name in ("start", "drop"):
-        original = getattr(kernels.KernelWatch, name)
+        original = getattr(observer.KernelWatch, name)
 
-        def noted(self: kernels.KernelWatch, name: str = name, original: Callable[..., None] = original) -> None:
+        def noted(self: observer.KernelWatch, name: str = name, original: Callable[..., None] = original) -> None:
             functions = [frame.name for frame in traceback.extract_stack() if frame.filename.endswith("optimizer.py")]
             inside.extend(f"{name} in {function}" for function in functions)
             original(self)
 
-        monkeypatch.setattr(kernels.KernelWatch, name, noted)
+        monkeypatch.setattr(observer.KernelWatch, name, noted)
     with (
         as_script(SCRIPT, ["cpu", "none"]),
         contextlib.redirect_stdout(io.StringIO()),

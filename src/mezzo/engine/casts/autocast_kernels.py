@@ -35,7 +35,7 @@ from torch import (  # torch's own, also where a launcher has replaced what a sc
 )
 
 from mezzo.engine.casts import registration
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.casts.registration import Operator
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import FP32, Format

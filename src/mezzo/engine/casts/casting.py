@@ -27,7 +27,7 @@ from mezzo import cuda_kernels, oplists
 from mezzo.cuda_kernels import Missing
 from mezzo.devices import Device, this_device
 from mezzo.engine.casts.autocast_kernels import AutocastRegion, CastRule, CastTable
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.casts.registration import Operator, find_op
 from mezzo.engine.matrix_units.emulation import DTYPES, PRIMITIVES, Emulation, emulation, fft
 from mezzo.engine.matrix_units.emulation_nodes import general

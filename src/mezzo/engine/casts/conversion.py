@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mezzo.engine.casts.half import HALF
 from mezzo.errors import PolicyError, nearest
-from mezzo.formats import FP32
+from mezzo.formats import BF16, FP16, FP32
 from mezzo.policy import Policy
 
+HALF = (FP16.dtype, BF16.dtype)
+"""The 16-bit dtypes of training."""
 _FP32 = FP32.dtype
 _NORMS = (
     nn.modules.batchnorm._NormBase,

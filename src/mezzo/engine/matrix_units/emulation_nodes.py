@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import BF16, FP16, FP32
 

@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.autocast_kernels import open_table
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.casts.conversion import to_format
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF, to_format
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun

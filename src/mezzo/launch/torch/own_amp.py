@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from mezzo.engine.casts.autocast_kernels import open_table
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were, set_fp32_products
 from mezzo.formats import FORMATS
 from mezzo.launch.patches import Patches

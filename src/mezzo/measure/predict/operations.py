@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import format_of
 from mezzo.measure.flops import FLOP_COUNTS
 from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import FP32, FP64, Format, format_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.source_lines import caller, is_of_torch, running_line

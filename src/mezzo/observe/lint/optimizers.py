@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
 from mezzo.formats import FP16, Format, format_of
 from mezzo.observe.lint.gradients import MAX_FLAGS, Gradients, GradientState

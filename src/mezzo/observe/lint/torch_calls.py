@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.processes.shards import local
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import region, storage

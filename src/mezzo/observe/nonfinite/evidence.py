@@ -316,7 +316,7 @@ def read_evidence(path: Path) -> Evidence | None:
 def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
     """Return the evidence of all processes of a run as one; None if no process left any.
 
-    The place to blame is that of the first rank that has one.
+    Blame the place that the lowest rank found.
     """
     found = [(rank, evidence) for rank, evidence in enumerate(by_rank) if evidence is not None]
     if not found:

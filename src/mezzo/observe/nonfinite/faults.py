@@ -300,8 +300,8 @@ def where_it_began(found: Sequence[Located | None]) -> tuple[int, Located | None
     """Return the rank where a fault began, and its place to blame; (-1, None) if there is no fault.
 
     Args:
-        found: the place to blame that each process found, by rank. One that may have arrived from another process counts only if no
-            process has one of its own: which process receives the gradients of all first depends on how fast they are.
+        found: the place to blame that each process found, by rank. A fault that may come from another process counts only if no process
+            found its own: the process that receives bad gradients first is a matter of speed.
     """
     places = [(place.arrived, rank) for rank, place in enumerate(found) if place is not None]
     _, rank = min(places, default=(False, -1))

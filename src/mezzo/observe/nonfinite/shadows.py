@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.engine.casts.autocast_kernels import flat_tensors
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import BF16, FORMATS, FP16, FP32, FP64
 from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, WrongGradient
 from mezzo.observe.settings import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
@@ -350,7 +350,7 @@ _KEEP_MAGNITUDE = frozenset(
     | {"threshold_backward", "clamp", "clamp_", "clamp_min", "clamp_max", "maximum", "minimum", "amax", "amin", "max"}
     | {"max_pool2d_with_indices", "sign", "embedding", "zeros_like", "new_zeros", "zero_", "fill_", "full_like"}
 )
-"""Operations that return no value smaller than those that they read, except zeros that FP32 has as well."""
+"""Operations that cannot underflow."""
 _WRITES: dict[int, bool] = {}
 _DRAWS: dict[int, bool] = {}
 """By the identity of an operation, which lives as long as the process: torch builds both answers anew each time."""

@@ -25,8 +25,7 @@ from mezzo.compat.apex.amp.state import (
 from mezzo.compat.apex.parallel.LARC import LARC
 from mezzo.compat.driven import ModelRegion
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.casts.conversion import wrap
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF, wrap
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.policy import Policy
 

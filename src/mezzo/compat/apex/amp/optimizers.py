@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
 from mezzo.compat.apex.amp.state import LossScaler, _amp_state, maybe_print
-from mezzo.engine.casts.half import HALF
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import put_back, set_aside, trained_by
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.formats import FP32
