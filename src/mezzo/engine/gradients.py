@@ -227,13 +227,9 @@ class DirectPasses:
         self._run_engine(loss, gradient, retain_graph, create_graph, grad_variables, inputs)
 
     def from_loss(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run ``loss.backward(retain_graph=retain_graph)``."""
-        if retain_graph or not _runs_torchs_own():
+        """Run ``loss.backward(retain_graph=retain_graph)``; tools that replace torch's functions see every pass."""
+        torchs_own = torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS
+        if retain_graph or not torchs_own:
             loss.backward(retain_graph=retain_graph)
         else:
             self(loss)
-
-
-def _runs_torchs_own() -> bool:
-    """Return whether ``loss.backward()`` runs torch's own functions; tools that replace them must see every pass."""
-    return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.reference import AdamWSettings, Rule, Values
-from mezzo.engine.kernels.storage import MOMENT_DTYPES
-from mezzo.engine.optimizers.one_pass import OnePass, check_choices, check_range, rate
+from mezzo.engine.optimizers.one_pass import OnePass, check_range, rate
 
 
 def _adamw(values: Values, settings: AdamWSettings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,7 +92,6 @@ class AdamW(OnePass):
         check_range(lr=(lr, 0, None), eps=(eps, 0, None), weight_decay=(weight_decay, 0, None))
         check_range(beta1=(betas[0], 0, 1), beta2=(betas[1], 0, 1))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_choices(moments=(moments, tuple(MOMENT_DTYPES)), rounding=(rounding, ("nearest", "stochastic")))
         storage = {"moments": moments, "rounding": rounding}
         of_torch = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **of_torch, **storage})

@@ -52,6 +52,10 @@ class OnePass(torch.optim.Optimizer):
     _rule: ClassVar[Rule]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        for name, allowed in (("moments", tuple(MOMENT_DTYPES)), ("rounding", ("nearest", "stochastic"))):
+            if defaults[name] not in allowed:
+                wrong = f"{name}={defaults[name]!r}; allowed: {', '.join(allowed)}"
+                raise PolicyError(wrong, hint=f"choose {name} from these")
         self.master_weights = True
         """Whether 16-bit weights have FP32 masters; otherwise updates are rounded into the weights."""
         self._sources: dict[nn.Parameter, Tensor] = {}
@@ -450,10 +454,3 @@ def check_range(**settings: tuple[float | Tensor, float, float | None]) -> None:
         if not value >= low or (high is not None and not value < high):
             allowed = f"{low} or more" if high is None else f"from {low} to below {high}"
             raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")
-
-
-def check_choices(**settings: tuple[str, tuple[str, ...]]) -> None:
-    """Refuse words other than those allowed."""
-    for name, (value, allowed) in settings.items():
-        if value not in allowed:
-            raise PolicyError(f"{name}={value!r}; allowed: {', '.join(allowed)}", hint=f"choose {name} from these")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.reference import Rule, SGDSettings, Values
-from mezzo.engine.kernels.storage import MOMENT_DTYPES
-from mezzo.engine.optimizers.one_pass import OnePass, check_choices, check_range, rate
+from mezzo.engine.optimizers.one_pass import OnePass, check_range, rate
 from mezzo.errors import PolicyError
 
 
@@ -72,7 +71,6 @@ class SGD(OnePass):
                 hint="Nesterov's momentum needs a momentum above 0 and no dampening",
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        check_choices(moments=(moments, tuple(MOMENT_DTYPES)), rounding=(rounding, ("nearest", "stochastic")))
         storage = {"moments": moments, "rounding": rounding}
         of_torch = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **of_torch, **storage})
