@@ -13,7 +13,7 @@ import updates
 from fixed import FIXED, Fixed
 
 import faults
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Kind, Patch, Refused, make_patch
+from mezzo.patching import LoopKind, Patch, PatchStyle, Refused, make_patch
 from mezzo.policy import Policy
-from mezzo.report.colours import Style
 from paths import ROOT, SCRIPTS, TESTS
 
 DIFFS = TESTS / "patching" / "diffs"
-CASES: list[tuple[str, str, Kind, str]] = [
+CASES: list[tuple[str, str, LoopKind, str]] = [
     # script, policy, kind, style
     *(
         (name, policy, kind, "torch.amp")
@@ -69,7 +68,7 @@ def body(diff: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "policy", "kind", "style"), CASES)
-def test_the_patch_of_each_shape(name: str, policy: str, kind: Kind, style: str) -> None:
+def test_the_patch_of_each_shape(name: str, policy: str, kind: LoopKind, style: str) -> None:
     patch = patched(name, policy)
     assert body(patch.diff) == body((DIFFS / f"{name}.{policy}.diff").read_text(encoding="utf-8"))
     assert (patch.kind, patch.style) == (kind, style)
@@ -124,7 +123,7 @@ EVERY = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if TRAINS.search(path.read_text(encoding="utf-8"))
 )
-ASKED: list[tuple[str, Style]] = [
+ASKED: list[tuple[str, PatchStyle]] = [
     ("fp16", "torch.amp"),
     ("fp16", "mezzo"),
     ("bf16", "auto"),

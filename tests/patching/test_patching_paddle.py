@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Patch, Refused, make_patch
+from mezzo.patching import Patch, PatchStyle, Refused, make_patch
 from mezzo.policy import Policy
-from mezzo.report.colours import Style
 
 LOOP = """import paddle
 from paddle import nn
@@ -40,7 +39,7 @@ for x in data:
 """
 
 
-def outcome_of(source: str, policy: str, tmp_path: Path, style: Style = "auto") -> Patch | Refused:
+def outcome_of(source: str, policy: str, tmp_path: Path, style: PatchStyle = "auto") -> Patch | Refused:
     path = tmp_path / "script.py"
     path.write_text(source, encoding="utf-8")
     return make_patch(path, policy=Policy.parse(policy), style=style)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Patch, Refused, make_patch
+from mezzo.patching import Patch, PatchStyle, Refused, make_patch
 from mezzo.policy import Policy
-from mezzo.report.colours import Style
 from paths import SCRIPTS, TESTS
 
 LAYOUTS = sorted((TESTS / "patching" / "layouts").glob("*.diff"))
@@ -23,7 +22,7 @@ for x, y in data:
 """
 
 
-def outcome_of(source: str, tmp_path: Path, policy: str = "fp16", style: Style = "torch.amp") -> Patch | Refused:
+def outcome_of(source: str, tmp_path: Path, policy: str = "fp16", style: PatchStyle = "torch.amp") -> Patch | Refused:
     path = tmp_path / "script.py"
     path.write_bytes(source.encode())
     return make_patch(path, policy=Policy.parse(policy), style=style)

@@ -79,7 +79,7 @@ def _class_of(kind: Type) -> str:
 def _is_value_of_folder(kind: Type, owner: str, api: Any) -> bool:
     """Return whether an object is of a class without methods, which the folder of the file that is checked defines, or one around it."""
     proper, folder = get_proper_type(kind), owner.rpartition(".")[0].rpartition(".")[0]
-    if not isinstance(proper, Instance) or not api.tree.fullname.startswith(f"{folder}."):
+    if not isinstance(proper, Instance) or not f"{api.tree.fullname}.".startswith(f"{folder}."):
         return False
     ours = [info for info in proper.type.mro if info.fullname.startswith("mezzo.")]
     named = [(name, symbol.node) for info in ours for name, symbol in info.names.items()]

@@ -101,7 +101,7 @@ def test_overlaps_take_their_temporaries(measure: Callable[..., Tensor], numbers
     boxes, anchors = 64, 4096
     recorder = Recorder(batch=1)
     with FakeTensorMode(), recorder:
-        recorder.phase = "forward"
+        recorder.begin("forward")
         measure(torch.empty(boxes, numbers), torch.empty(anchors, numbers))
     inputs = (boxes + anchors) * numbers * 4
     small = anchors * 64  # areas, and what stands for the boxes

@@ -115,8 +115,6 @@ def how_placed(engine: Engine) -> list[Reason]:
     return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {share}")]
 
 
-# --- remote facts ----------------------------------------------------------------------------------------------------------------
-
 # What another machine can compute: ``python -m mezzo.cli.machines FILE`` writes it to a file there, ``read_facts`` reads it here.
 #
 # Importing this module imports no torch; running it does.

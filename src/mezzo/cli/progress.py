@@ -86,8 +86,6 @@ class ProgressDisplay:
         self._last_line_s = 0.0
         """When a plain line was last printed, or a run began."""
 
-    # --- runs --------------------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
         """Follow the run of ``request`` inside."""
@@ -116,8 +114,6 @@ class ProgressDisplay:
     def _current(self) -> _Current | None:
         """The run that the line shows."""
         return self._running[0] if self._running else None
-
-    # --- drawing -----------------------------------------------------------------------------------------------------------------
 
     def draw(self, live: Live | None) -> None:
         """Draw until the command is over; runs in a thread of its own."""
@@ -171,8 +167,6 @@ class ProgressDisplay:
             parts.append(f"{fmt.plural(len(self._running) - 1, 'other run')} in parallel")
         left_s = self._left_s()
         return [*parts, _time_text(time.monotonic() - current.began_s) if left_s is None else _left_text(left_s)]
-
-    # --- time left ---------------------------------------------------------------------------------------------------------------
 
     def _total_steps(self, current: _Current) -> int | None:
         """Return the steps that the run will have: up to the last observed one, or as many as every earlier run; None if unknown."""
@@ -275,8 +269,6 @@ def _drawn(progress: ProgressDisplay) -> Iterator[None]:
         if live is not None:
             live.stop()
 
-
-# --- ``--log-to`` during a run: every few seconds, a thread of the command logs the numbers that the run's process reports ------
 
 LOG_EVERY_S = 5.0
 """Seconds between two logged steps."""

@@ -1,4 +1,4 @@
-"""A training script on the command line: checked, run in child processes, its record written and printed."""
+"""A training script on the command line: checked, run in child processes or resumed, its record written and printed."""
 
 from __future__ import annotations
 
@@ -279,8 +279,6 @@ def changes_of(
     return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)
 
 
-# --- Stand-ins for packages that scripts import and that can no longer be installed: NVIDIA's Apex ------------------------------
-
 _RUNS = "mezzo.compat.apex"
 
 
@@ -321,9 +319,6 @@ def _under_fp16(target: Target) -> list[str]:
 
     words = [word.replace(AS_IS, "fp16") for word in target.typed]
     return words if words != list(target.typed) else [*words, "--policy", "fp16"]
-
-
-# --- ``--resume``: a command of several runs continues in its folder, and runs only what is missing or failed there -------------
 
 
 def finished_before(

@@ -119,8 +119,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
     )
 
 
-# --- What help shows: the questions that people come with, and for each command its group, an example and its most used options ---
-
 QUESTIONS = (
     ("Is mixed precision on, and what do I gain?", "mezzo audit train.py", "mezzo check train.py"),
     ("Why is my loss NaN?", "mezzo diagnose train.py"),

@@ -84,9 +84,6 @@ def _missing_argument(message: str, path: str, commands: Mapping[str, Any]) -> U
     return UsageError(message, hint=f"type: {shlex.join([*typed(), example])}")
 
 
-# --- commands ------------------------------------------------------------------------------------------------------------------
-
-
 def _unknown_command(context: Any) -> UsageError:
     words = list(typed())
     commands = list(context.command.commands)
@@ -117,9 +114,6 @@ def _unknown_command(context: Any) -> UsageError:
         line = [*words[:place], meant, *option, *(script if takes_script else runs), *rest]
     hint = f"type: {shlex.join(line)}" if line else "mezzo --help describes each of them"
     return UsageError(f"mezzo has no command {name!r}; {nearest(name, commands)}", hint=hint)
-
-
-# --- options -------------------------------------------------------------------------------------------------------------------
 
 
 def _unknown_option(name: str, context: Any) -> UsageError:

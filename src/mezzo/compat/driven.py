@@ -94,8 +94,8 @@ class Observed(Session):
                 alike = [g for g in gradients if g.dtype is kind]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         overflowed = found_inf is not None and bool(found_inf)  # the one host read of an update
-        # The update takes the norm.
-        self.state.window.unscaled = Reduction(self.state.progress.norm, None, found_inf, overflowed)
+        # The gradients are unscaled already, and the update takes the norm.
+        self.state.window.unscale(gradients, Reduction(self.state.progress.norm, None, found_inf, overflowed))
 
     @property
     def overflowed(self) -> bool:

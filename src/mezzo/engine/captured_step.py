@@ -118,7 +118,7 @@ class CapturedStep:
         for captured, new in zip(self._inputs, leaves, strict=True):
             if isinstance(captured, Tensor):
                 captured.copy_(new, non_blocking=True)
-        window.add()
+        window.share(None, 0)
         if window.calls < window.accumulate:
             return self._replay(updates=False)
         session.state.schedules.settle()
@@ -177,7 +177,7 @@ class CapturedStep:
     def _run(self) -> Any:
         """Enqueue forward and backward pass of the captured inputs; return the results of the forward pass."""
         outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
-        self._calls.differentiate(_loss_of(outputs), self._session.state.window.add())
+        self._calls.differentiate(_loss_of(outputs), self._session.state.window.share(None, 0))
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _run_and_update(self) -> Any:
@@ -219,7 +219,7 @@ class CapturedStep:
             self._replays[False] = self._graphs.capture(self._run)
         open_window(session)
         for _ in range(session.accumulate - 1):  # the earlier micro-batches: the average is over a full window
-            window.add()
+            window.share(None, 0)
         with self._kernels.recording(self._tables) as self._tables:
             self._replays[True] = self._graphs.capture(self._run_and_update)
         for table in self._tables:

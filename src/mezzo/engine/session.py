@@ -55,7 +55,7 @@ from mezzo.engine.session_guard import SessionGuard
 from mezzo.engine.snapshots.background import Snapshots
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable
-from mezzo.engine.state import NoWatch, Ownership, Progress, Schedules, SessionState, open_window
+from mezzo.engine.state import NoWatch, Ownership, Progress, Schedules, SessionState, close_window, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
@@ -205,14 +205,13 @@ class Session(Resumable):
         try:
             self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
         except BaseException as error:  # the script may catch it: out of memory, a key of the keyboard
-            self._discard_window()
+            self._discard_window(num_lost=self.state.window.calls - 1)
             if checks.is_of_freed_graph(error):
                 raise checks.used_twice() from error
             raise
         if trained:
             self.state.window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
-        self.state.window.calls += 1
         self.processes.ran(self.state.window.calls)
         self.state.watch.after_backward()
 
@@ -252,9 +251,8 @@ class Session(Resumable):
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
         reduced = self._reduce(gradients)
-        multiply(gradients, reduced.factor)
-        self.state.window.unscaled = reduced
-        self.state.progress.last = reduced.norm, reduced.factor
+        self.state.window.unscale(gradients, reduced)
+        self.state.progress.measured(reduced.norm, reduced.factor)
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -278,7 +276,7 @@ class Session(Resumable):
         try:
             skipped = self._update_on_device(chosen)
         except BaseException:  # a hook of the script; a plain loop's next zero_grad drops the gradients
-            self._discard_window(warns=False)
+            self._discard_window(num_lost=0)
             raise
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
@@ -296,7 +294,7 @@ class Session(Resumable):
             norm, factor = reduced.norm, reduced.factor
         else:  # the gradients may have changed since, or include some that are not updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
-        self.state.progress.last = norm, factor
+        self.state.progress.measured(norm, factor)
         if self.clip_norm is not None:
             factor = clip_factor(self.state.progress.norm, self.clip_norm, factor)
         flags = self.state.window.scale_flags(self.scales, reduced.found_inf)
@@ -322,8 +320,7 @@ class Session(Resumable):
             raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
             drop_gradients(self.optimizers)
-        self.state.progress.windows += 1
-        open_window(self)
+        close_window(self)
         if self._guard is not None:
             self._guard.updated(skipped)
 
@@ -334,11 +331,10 @@ class Session(Resumable):
             optimizer.update(self._one if factor is None else factor.float(), skips)
         self.masters.push()
         if self.scales[0].checks:
-            self.state.progress.skips += skips
-            self.state.progress.floor.note(flags)
+            self.state.progress.note(skips, flags)
 
     def _skip(self, chosen: list[Optimizer], flags: ScaleFlags) -> None:
-        self.state.progress.skips += 1
+        self.state.progress.note(1, ())
         self.state.schedules.skipped(chosen, window=self.state.progress.windows)
         if any(bool(found_inf) and scale.at_floor() for scale, found_inf in flags):
             raise checks.floor_error(self.policy, self.models, self.masters)
@@ -370,12 +366,12 @@ class Session(Resumable):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()
 
-    def _discard_window(self, *, warns: bool = True) -> None:
+    def _discard_window(self, *, num_lost: int) -> None:
         """Drop the gradients of a backward pass or an update that failed, and with them the window's: part of them was added."""
         if self.train_batch.is_running:  # which restores the session itself
             return
-        if self.state.window.calls and warns:
-            checks.warn_of_lost_window(self.state.window.calls)
+        if num_lost:
+            checks.warn_of_lost_window(num_lost)
         drop_gradients(self.optimizers)
         for parameter in all_parameters(self.models, self.optimizers):  # masters are not the models' own parameters
             parameter.grad = None

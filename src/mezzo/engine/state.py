@@ -152,6 +152,12 @@ def open_window(session: SessionParts) -> None:
         session.processes.expect(0)
 
 
+def close_window(session: SessionParts) -> None:
+    """Count the update that closes a window, and begin the next one."""
+    session.state.progress.windows += 1
+    open_window(session)
+
+
 _LIVE: WeakSet[Ownership] = WeakSet()
 _format_of = operator.attrgetter("dtype")
 
@@ -223,9 +229,15 @@ class Progress:
             self.last = norm, None
         return norm
 
-    def measured(self, norm: Tensor) -> None:
-        """Note the norm of the update's gradients, unscaled and before clipping."""
-        self.last = norm, None
+    def measured(self, norm: Tensor, factor: Tensor | None = None) -> None:
+        """Note the norm of the update's gradients before clipping, and the factor that unscales it; None for 1."""
+        self.last = norm, factor
+
+    def note(self, skips: Tensor | int, flags: Sequence[tuple[Scale, Tensor]]) -> None:
+        """Count an update as skipped if ``skips`` is above 0; ``flags`` say which scales' gradients overflowed."""
+        self.skips += skips
+        if flags:
+            self.floor.note(flags)
 
     def restore(self, *, updates: int, skipped: int) -> None:
         """Continue after so many updates that were made and skipped."""

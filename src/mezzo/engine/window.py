@@ -55,13 +55,14 @@ class Window:
         self._shares = [0.0] * num_losses
 
     def share(self, weight: float | None, loss_id: int, *, unit: float = 0.0) -> float:
-        """Add a micro-batch and return its share; 1 if nothing is averaged.
+        """Count the backward pass of a micro-batch and return its share; 1 if nothing is averaged.
 
         Args:
             weight: the micro-batch's weight.
             loss_id: the number of its loss.
             unit: the unit of weights, instead of the window's first weight: several processes need a common unit.
         """
+        self.calls += 1
         if weight is None and self.accumulate == 1:
             return 1.0
         own_weight = 1.0 if weight is None else float(weight)
@@ -71,15 +72,15 @@ class Window:
         self._shares[loss_id] += share
         return share
 
-    def add(self) -> float:
-        """Add a micro-batch without a weight, and count its backward pass; return its share."""
-        self.calls += 1
-        return self.share(None, 0)
-
     def batch_ended(self) -> bool:
         """Count a batch that was trained on in parts; return whether the window is full."""
         self.batches += 1
         return self.batches >= self.accumulate
+
+    def unscale(self, gradients: list[Tensor], reduced: Reduction) -> None:
+        """Unscale and average the gradients now, before the update."""
+        multiply(gradients, reduced.factor)
+        self.unscaled = reduced
 
     def exchanged(self, total: Tensor | None, found_inf: dict[int, Tensor]) -> None:
         """Note the mean of all processes' sums of shares, and the flags of the losses in all of them."""

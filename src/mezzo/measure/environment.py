@@ -112,8 +112,6 @@ def cudnn_text(number: int | None) -> str | None:
     return f"{number // thousands}.{number % thousands // 100}.{number % 100}"
 
 
-# --- The environment variables that change what a training computes or where it runs, for its record; secrets are left out ------
-
 _MATTERS = re.compile(
     r"""
     (?:ACCELERATE|ATEN|CUDA|CUDNN|DNNL|FLAGS|GOMP|HF|HIP|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|PADDLE)_\w+

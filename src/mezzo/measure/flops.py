@@ -316,14 +316,11 @@ FLOP_COUNTS: dict[Any, CountFlops] = {
 """The FLOP formula of each operation, from its result and its arguments."""
 
 
-# --- What really ran in which format, and which forward code a lowering policy did not reach ------------------------------------
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Counted:
     """Counts over one step, or over several."""
 
-    by_format: dict[str, int] = field(default_factory=dict)
+    by_format: Mapping[str, int] = field(default_factory=dict)
     """FLOPs of all products."""
     num_lowered: int | None = None
     """Operations, products or not, that read or wrote numbers below 32 bits; None if they were not counted."""

@@ -162,8 +162,6 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-# --- Peaks of the CUDA allocator over all devices that the process uses, without the inspected step -----------------------------
-
 # Where compiled code runs eagerly in the inspected step, that step takes more memory than the others. So the counters are reset when it
 # ends; the peaks up to then count only if no further step follows.
 

@@ -109,8 +109,6 @@ def known_scales(scales: Sequence[float | None]) -> list[float]:
     return [math.nan if scale is None else scale for scale in scales]
 
 
-# --- Separate the losses of one script, such as those of a GAN, or of an actor and a critic -------------------------------------
-
 # A loss belongs to the optimizers that step after its backward pass. If several backward passes precede an update by several
 # optimizers, each pass belongs to those of them whose parameters it reaches. Losses are separated only if they alternate. Models
 # trained one after the other have one loss, and so do optimizers that step at different rates after the same passes.

@@ -22,8 +22,6 @@ from mezzo.measure.live import Reports
 from mezzo.measure.plain_steps import Owners, SeparateLosses, known_scales
 from mezzo.records import Loss, Steps
 
-# --- Keep the numbers of a run on the device that computed them, to be read all at once -----------------------------------------
-
 # One tensor per number would take 512 bytes of GPU memory each; one read per number would make each step wait for the device.
 
 CHUNK_LENGTH = 512
@@ -122,9 +120,6 @@ class NumberBuffer:
         self.cells = (ctypes.c_float * CHUNK_LENGTH).from_address(chunk.data_ptr()) if in_host_memory else None
         self.next_index = 0
         self._cells.append(self.cells)
-
-
-# --- The steps of a run ---------------------------------------------------------------------------------------------------------
 
 
 Losses = tuple[StoredNumber, ...]
@@ -461,8 +456,6 @@ def _combined_norm(norms: Sequence[float]) -> float:
     """Return the norm of a gradient from the norms of its parts."""
     return math.sqrt(sum(norm * norm for norm in norms)) if norms else math.nan
 
-
-# --- Time steps: with events in the queue of a GPU if there is one, else with the host's clock ----------------------------------
 
 # A host that never waits for its GPU runs ahead of it: its clock would measure how long a step takes to enqueue, and a policy that reads a
 # flag in every step would look slow next to one that does not. Events are read long after they have happened, so nothing waits for them.

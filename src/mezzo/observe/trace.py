@@ -14,8 +14,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -150,23 +151,31 @@ def nearest(numbers: Sequence[int], number: int) -> int:
     return numbers[min(bisect.bisect_left(numbers, number), len(numbers) - 1)]
 
 
-def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step: int) -> None:
-    """Add to ``counted`` in which formats the operations of one step ran."""
-    counted.step = counted.step or step
-    counted.num_lowered = counted.num_lowered or 0
+def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step: int) -> Counted:
+    """Return ``counted`` with the formats in which the operations of one more step ran."""
+    by_format, num_lowered = Counter(counted.by_format), counted.num_lowered or 0
+    outside, switched_off = counted.outside, counted.switched_off
     for raw in map(RawOperation._make, operations):
         dtypes = [dtype for _, dtype, _ in (*raw.ins, *raw.outs)]
-        counted.num_lowered += any(d.is_floating_point and d.itemsize < FP32.dtype.itemsize for d in dtypes)
+        num_lowered += any(d.is_floating_point and d.itemsize < FP32.dtype.itemsize for d in dtypes)
         product, calls = raw.product, raw.entry.calls
         if product is None:
             continue
-        counted.by_format[product.format] = counted.by_format.get(product.format, 0) + product.flops
+        by_format[product.format] += product.flops
         if raw.node is not None or raw.stepping or lowered({product.format: 1}):
             continue
         if not product.nesting:  # neither in a region nor in the script's own autocast
-            counted.outside += product.flops
+            outside += product.flops
         elif calls and product.nesting > calls[-1].nesting:
-            counted.switched_off += product.flops
+            switched_off += product.flops
+    return replace(
+        counted,
+        step=counted.step or step,
+        by_format=dict(by_format),
+        num_lowered=num_lowered,
+        outside=outside,
+        switched_off=switched_off,
+    )
 
 
 NumberedResults: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]

@@ -8,7 +8,7 @@ statements before the first call of a model stay outside: they only fetch data.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mezzo.patching.reading import Backward, ScriptFacts
@@ -105,6 +105,20 @@ class Regions:
         self._hoisting = {b.stmt for b in self._hoisted}
         self.plain = self._ranges()
         self.hoisted = [self._hoist(backward) for backward in self._hoisted]
+
+    def end_before(self, stops: Callable[[ast.stmt], object]) -> list[tuple[list[ast.stmt], list[ast.stmt]]]:
+        """End regions before their first statement that ``stops`` names; return what each of these keeps, and what it loses."""
+        kept, ended = [], []
+        for region in self.plain:
+            block = self._tree.block(region.first)
+            inside = block[block.index(region.first) : block.index(region.last) + 1]
+            number = next((n for n, stmt in enumerate(inside) if stops(stmt)), len(inside))
+            if number < len(inside):
+                ended.append((inside[:number], inside[number:]))
+            if number:
+                kept.append(Region(inside[0], inside[number - 1], cache=region.cache))
+        self.plain = kept
+        return ended
 
     def _collect(self, backward: Backward) -> None:
         computes = self._computes(backward.loss)

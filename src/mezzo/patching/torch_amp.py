@@ -11,7 +11,7 @@ from mezzo.formats import DTYPE_ALIASES, FORMATS
 from mezzo.patching.checkpoints import autocast_validation
 from mezzo.patching.job import PatchJob
 from mezzo.patching.reading import Backward, ScriptFacts
-from mezzo.patching.regions import Region, Regions
+from mezzo.patching.regions import Regions
 from mezzo.patching.scaler import Scaler, refuse_in_any_library
 from mezzo.patching.text import last_line, unclear
 from mezzo.patching.tree import arguments_of, bound_within, keyword_of, names_in
@@ -148,23 +148,12 @@ class Banned:
         Raises:
             Unclear: the loss and the model are called in one expression.
         """
-        kept = []
-        for region in regions.plain:
-            block = self._script.tree.block(region.first)
-            inside = block[block.index(region.first) : block.index(region.last) + 1]
-            number = next((n for n, stmt in enumerate(inside) if self.calls_in(stmt)), None)
-            if number is None:
-                kept.append(region)
-                continue
-            before, after = inside[:number], inside[number:]
+        for before, after in regions.end_before(self.calls_in):
             bound = set().union(*map(bound_within, before))
             for stmt in after:
                 yield from self._arguments(stmt, bound)
-            if before:
-                kept.append(Region(before[0], before[-1], cache=region.cache))
         for hoisted in regions.hoisted:
             self._refuse(hoisted.backward.loss)
-        regions.plain = kept
 
     def _arguments(self, stmt: ast.stmt, bound: set[str]) -> Iterator[ast.expr]:
         calls = self.calls_in(stmt)

@@ -196,9 +196,6 @@ class _Runs:
         return record
 
 
-# --- One run on a worker of a cluster: it writes its record to the folder that the command and all workers share. Imports no torch ---
-
-
 def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> str:
     """Run a request on this machine; return the name of the signal that stopped the run, or an empty text.
 
@@ -222,8 +219,6 @@ def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> st
         run_alone(request, output=Path(output), limit_s=limit_s)
     return stop.name
 
-
-# --- Runs as tasks of Ray, on a Ray cluster or on this machine. Ray ends them when the command ends. Imports no torch -----------
 
 ADDRESS, CPUS, GPUS = "address", "num_cpus", "num_gpus"
 OPTIONS = (ADDRESS, CPUS, GPUS)
@@ -311,8 +306,6 @@ class RayTask:
         with suppress(Exception):  # it may just have ended
             self._ray.cancel(self._reference, force=True)
 
-
-# --- Runs as jobs of Slurm, through submitit: each is a job of its own, which may outlive the command. Imports no torch ---------
 
 # submitit's files are in the subfolder ``slurm`` of the command's folder, next to ``jobs.json``, which lists the jobs by the digest of
 # their request: a resumed command waits for a job that an earlier one submitted, instead of running it a second time.

@@ -110,9 +110,6 @@ class OneAfterAnother:
 one_after_another = OneAfterAnother()
 
 
-# --- slots -----------------------------------------------------------------------------------------------------------------------
-
-
 def visible_gpus() -> list[str]:
     """Return the NVIDIA GPUs that this command may use, named as in ``CUDA_VISIBLE_DEVICES``; for a GPU divided by MIG, its parts."""
     variable = os.environ.get(_VISIBLE)
@@ -167,8 +164,6 @@ def _cores() -> int:
     limit = os.environ.get(_THREADS[0], "")
     return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
 
-
-# --- runs at once ----------------------------------------------------------------------------------------------------------------
 
 _Results = SimpleQueue[RequestAndRecord | BaseException | None]
 """Runs that have ended; an error of Mezzo's own; None for a run that a signal stopped."""

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.launch.keras import training
 from mezzo.launch.request import Request
 from mezzo.measure.environment import environment_without_torch

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import torch
 
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.commands.fallback.find import find
 from mezzo.errors import MezzoError
 from mezzo.launch.keras import training

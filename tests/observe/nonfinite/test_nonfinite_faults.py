@@ -20,7 +20,7 @@ from fixed import FIXED, with_fix
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
 from helpers_diagnose import assert_printed, diagnosed, fixed, module_of, run_here
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.launch.request import Request
 from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from mezzo.studies.side_by_side import Engine
 
 
-# --- Shell completion: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little -----------------------
-
-
 def policy(incomplete: str) -> list[str]:
     """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
     from mezzo.policy import POLICY_ALIASES, PRESETS
@@ -74,9 +71,6 @@ def _files(incomplete: str, suffix: str) -> Iterator[str]:
                 yield f"{folder}{slash}{path.name}/"
             elif path.suffix == suffix:
                 yield f"{folder}{slash}{path.name}"
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 TargetArgument: TypeAlias = Annotated[
@@ -217,8 +211,6 @@ def check_metric(pattern: str | None) -> None:
     if groups == 0:
         raise UsageError(f"--metric {pattern!r} has no group", hint=f"type: {with_value('--metric', _METRIC)}")
 
-
-# --- ``--jobs`` and ``--on``: how many runs at once, and the cluster that they run on, with its options -------------------------
 
 Jobs: TypeAlias = Annotated[
     int | None,

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -248,21 +249,19 @@ gpus_or_none = _gpus_check(NONE, several=True)
 gpus_all_or_cpu = _gpus_check(ALL, CPU, several=True)
 
 
-# --- A command's time limit, counted down and shown with each message -----------------------------------------------------------
-
-
+@dataclass(frozen=True)
 class Budget:
     """A time limit, and how much of it is left."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._began = seconds, time.monotonic()
-        self.console: Console | None = None
-        """Where to print; None for standard error. A console keeps the progress line below what is printed."""
+    seconds: float
+    console: Console | None = None
+    """Where to print; None for standard error. A console keeps the progress line below what is printed."""
+    _began_s: float = field(default_factory=time.monotonic)
 
     @property
     def spent_s(self) -> float:
         """The seconds since the command began."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._began_s
 
     def say(self, text: str) -> None:
         """Print a message, with the time that has passed and the time that is left."""
@@ -273,8 +272,6 @@ class Budget:
         else:
             self.console.print(line, markup=False, soft_wrap=True)
 
-
-# --- Durations as users type and read them: ``90s``, ``10m``, ``1h``; ``9:56`` --------------------------------------------------
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)

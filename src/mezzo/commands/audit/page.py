@@ -252,9 +252,6 @@ def _operations(record: AuditRecord) -> Grid:
     return Grid(heads=heads, rows=rows, numbers=(5, 6, 7))
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 def _next(record: AuditRecord) -> Iterator[NextStep]:
     commands, policy = ScriptCommands(record.run), typed_policy(record.run)
     if record.run.error is not None or record.run.exit_code:
@@ -273,9 +270,6 @@ def _next(record: AuditRecord) -> Iterator[NextStep]:
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: AuditRecord) -> LogEntry:

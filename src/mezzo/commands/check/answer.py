@@ -155,9 +155,6 @@ def skipped_share(comparison: CompareRecord, policy: str) -> float:
     return sum(run.steps.num_skipped for run in runs) / steps if steps else 0.0
 
 
-# --- each decision -----------------------------------------------------------------------------------------------------------
-
-
 def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
     is_own_amp = row.policy == AS_IS
     others = [one.policy for one in alike if one is not row]
@@ -329,9 +326,6 @@ def _answer(
         next_command=command,
         next_why=why_command,
     )
-
-
-# --- the other policies --------------------------------------------------------------------------------------------------------
 
 
 def _others(case: Case, answer: str) -> list[Reason]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -44,33 +44,39 @@ _TAIL = 12
 """Lines of a failed script's output that are shown."""
 
 
+CheckGpu: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPU",
+        callback=values.gpu,
+        help="The GPU to answer for, such as a100-80gb. [default: this machine's device]",
+    ),
+]
+CheckPolicies: TypeAlias = Annotated[
+    str | None,
+    options.policies_option(
+        f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
+        "[default: those that the device offers]"
+    ),
+]
+CheckSeeds: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"
+    ),
+]
+CheckWritePatch: TypeAlias = Annotated[
+    bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
+]
+
+
 def check(
     script: Script,
     budget: options.BudgetOption = "10m",
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU",
-            callback=values.gpu,
-            help="The GPU to answer for, such as a100-80gb. [default: this machine's device]",
-        ),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        options.policies_option(
-            f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
-            "[default: those that the device offers]"
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"
-        ),
-    ] = None,
-    write_patch: Annotated[
-        bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
-    ] = False,
+    gpu: CheckGpu = None,
+    policies: CheckPolicies = None,
+    seeds: CheckSeeds = None,
+    write_patch: CheckWritePatch = False,
     metric: options.MetricOption = None,
     jobs: Jobs = None,
     on: On = None,
@@ -105,7 +111,7 @@ def check(
         )
     folder = opts.script.folder("check")
     with stoppable() as stop, shown() as progress:
-        opts.budget.console = progress.console
+        opts = replace(opts, budget=replace(opts.budget, console=progress.console))
         try:
             with engine.opened(folder):
                 record, code = _checked(opts, folder, engine)
@@ -172,9 +178,6 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     return record, 0 if record.answer.decision in ("use", "stay") else 1
 
 
-# --- before the first run ------------------------------------------------------------------------------------------------------
-
-
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
     from mezzo.children.script_text import own_sources
     from mezzo.commands.check.plan import BASELINE, THE_BASELINE, Offered, offered, own_amp
@@ -220,9 +223,6 @@ def _finished(opts: CheckOptions, folder: Path) -> Finished:
         opts.budget.say(f"{len(finished)} finished parts of the interrupted check are reused")
     finished.write()
     return finished
-
-
-# --- after the last run --------------------------------------------------------------------------------------------------------
 
 
 def _show_output(checking: Check) -> None:

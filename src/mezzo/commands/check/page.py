@@ -103,9 +103,6 @@ def policy_title(policy: str) -> str:
     return name if ":" in name or "-" in name else name.upper()
 
 
-# --- the answer ----------------------------------------------------------------------------------------------------------------
-
-
 def _headline(record: CheckRecord, script: str) -> str:
     answer = record.answer
     if answer.decision == "failed" and not any(
@@ -230,9 +227,6 @@ def _stage(stage: CheckStage) -> tuple[str, ...]:
     again = " (from the interrupted check)" if stage.resumed else ""
     words = map(fmt.clean, (stage.what, stage.why, stage.outcome + again))
     return (*words, fmt.duration_text(stage.duration_s))
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: CheckRecord) -> LogEntry:

@@ -128,8 +128,6 @@ def _without(record: CheckRecord, why: str) -> CheckRecord:
     return record.model_copy(update={"notes": [*record.notes, note]})
 
 
-# --- Try a patch before it is offered: run the patched script as it is, run the unpatched one under the policy, and compare the two ---
-
 # Both runs have the same seed. To make them comparable, the unpatched script runs with the policy's ``op_lists=device``:
 # ``torch.autocast`` runs other operations in 16 bits on a CPU than on a GPU, where torch's lists and the policy's are the same. A patch
 # for ``mezzo.Session``, Keras or Paddle is compared with the policy itself. Paddle's AMP has no effect on a CPU: there the patched script
@@ -137,7 +135,7 @@ def _without(record: CheckRecord, why: str) -> CheckRecord:
 #
 # Rule: the same number of steps, the same number of skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are
 # not the same to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, which sums in
-# another order may cause; later steps amplify such differences. Imports no torch.
+# another order may cause; later steps amplify such differences.
 
 COMPARED_STEPS = 20
 """First steps whose losses must agree to one rounding of the format."""
@@ -323,9 +321,6 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
             mirror(entry, copy / entry.name, without=without)
         else:
             os.symlink(entry, copy / entry.name, target_is_directory=entry.is_dir())
-
-
-# --- the comparison, pure ---------------------------------------------------------------------------------------------------------
 
 
 def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:

@@ -184,9 +184,6 @@ def gone_wrong(known: CheckState) -> list[str]:
     ]
 
 
-# --- runs --------------------------------------------------------------------------------------------------------------------
-
-
 def _next_run(known: CheckState, policies: Sequence[str], *, seeds: int) -> NextStage | None:
     """Return the next run of some policies: seed by seed, each seed beginning with another policy."""
     wrong = [] if _base(known).faults else gone_wrong(known)
@@ -215,9 +212,6 @@ def _why_run(known: CheckState, policy: str, seed: int) -> str:
     return next(reasons, f"to compare it with {known.baseline}")
 
 
-# --- causes ------------------------------------------------------------------------------------------------------------------
-
-
 def _diagnoses(known: CheckState, wrong: Sequence[str]) -> Iterator[NextStage]:
     """Yield the diagnoses that are missing."""
     for policy in wrong:
@@ -232,9 +226,6 @@ def _seed_of_fault(known: CheckState, policy: str) -> int:
     groups, base = grouped(known.runs), _base(known)
     keys = [*base.faults_of(groups[policy]), *groups[policy].failed]
     return (keys[0].seed or 0) if keys else 0
-
-
-# --- repairs -----------------------------------------------------------------------------------------------------------------
 
 
 def repairs(known: CheckState) -> list[Repair]:
@@ -349,8 +340,6 @@ def _what_went_wrong(verdict: str) -> str:
     return words.get(verdict, "stopped learning")
 
 
-# --- The policies worth trying on a device, and why each is tried or left out; the script's own mixed precision is one ----------
-
 BASELINE = FP32.name
 
 
@@ -415,8 +404,6 @@ def _sixteen_bits(here: Device, target: Device) -> list[Offered]:
         offers.append(Offered(fmt.name, not left_out, reason))
     return offers
 
-
-# --- the script's own mixed precision -------------------------------------------------------------------------------------------
 
 _CALLS = ("autocast", "GradScaler")
 _PRECISION = ("precision", "mixed_precision")

@@ -14,7 +14,7 @@ from typing import Any
 
 from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_stage
-from mezzo.commands.diagnose.passes import diagnose_script
+from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request
@@ -138,8 +138,6 @@ class Check:
         )
         return outcome
 
-    # --- what each stage runs --------------------------------------------------------------------------------------------------
-
     def _request(self, folder: Path, *, seed: int | None, policy: Policy | None, **fields: Any) -> Request:
         arguments = named_arguments(self.settings.arguments, folder.name)
         return self.settings.make_request(policy, folder=folder, arguments=arguments, seed=seed, **fields)
@@ -209,8 +207,6 @@ class Check:
         except MezzoError as error:
             self._refused = error.message
             return None
-
-    # --- what follows from each record -----------------------------------------------------------------------------------------
 
     def _learn(self, stage: NextStage, record: AnyRecord | None) -> str:
         """Add a record to what is known; return the stage's outcome in a few words."""

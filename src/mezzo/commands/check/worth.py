@@ -119,8 +119,6 @@ def _saved_bytes(row: Row, ratio: float) -> float | None:
     return None if size is None else size / ratio - size
 
 
-# --- A policy's gains over the baseline: measured on the device of the runs, and predicted or bounded on a named GPU ------------
-
 _A_LARGER_BATCH = "kernel launches bound the step: a larger batch gains more"
 
 
@@ -209,8 +207,6 @@ def _rates(found: Bound, run: RunRecord, gpu: Gpu) -> str:
     )
 
 
-# --- Choose among policies that train alike as an expert would: the fastest, and of equally fast ones the simplest --------------
-
 _ALIKE = 0.05
 """Bounds within this share of the highest count as equal."""
 _ORDER = (AS_IS, "bf16", "fp16", "tf32", "fp8")
@@ -266,8 +262,6 @@ def _place(policy: str) -> int:
 def _times(gain: Gain | None) -> float:
     return 1.0 if gain is None else gain.times
 
-
-# --- The most that a policy can gain on a GPU, from the counted FLOPs by format and the bytes of a step -------------------------
 
 # A roofline (Williams, Waterman and Patterson, CACM 52, 2009) of the whole step, with Amdahl's law inside::
 #

@@ -95,8 +95,6 @@ def _lost_metric(run: RunRecord, partner: RunRecord) -> Fault | None:
     return Fault(verdict="diverged", text=f"the last {run.metric.name} is {ours}, where the baseline's is {theirs:.4g}")
 
 
-# --- Which runs of a comparison depend on an earlier one, because they read what it wrote after its first update ----------------
-
 # A script that saves a checkpoint and resumes from it if there is one turns several runs in one folder into one long training.
 # Each run has recorded which files it read that were written after the comparison began and before the run itself. A file written after
 # the first update of an earlier run carries that run's training; one written before, such as a prepared data set, does not.

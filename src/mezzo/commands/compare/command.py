@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mezzo.records import Row, RunRecord
     from mezzo.studies.finished import Finished
     from mezzo.studies.loop import Study
+    from mezzo.studies.side_by_side import Engine
 
 HELP = HelpPage(
     group="measure",
@@ -45,54 +46,64 @@ _FAILED = 1
 """Exit code if a policy gets a verdict that ``--fail-on`` lists."""
 
 
+ComparePolicies: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="POLICIES",
+        callback=values.policies,
+        autocompletion=shared.policies,
+        help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
+        f"Presets: {options.PRESETS_HELP}",
+    ),
+]
+CompareSeeds: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")
+]
+CompareMargin: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        metavar="SHARE",
+        min=1e-9,
+        help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
+        "The baseline's own seed-to-seed spread replaces it where that is wider.",
+    ),
+]
+CompareTimeout: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DURATION",
+        callback=values.duration,
+        help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
+    ),
+]
+CompareFailOn: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="VERDICTS",
+        autocompletion=shared.verdicts,
+        help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
+        "not_equivalent stands for all five; none for none.",
+    ),
+]
+CompareGpus: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPUS",
+        callback=values.gpus_or_none,
+        help="GPUs to predict speed and memory for, separated by commas, or none. "
+        "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
+    ),
+]
+
+
 def compare(
     script: Script,
-    policies: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICIES",
-            callback=values.policies,
-            autocompletion=shared.policies,
-            help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
-            f"Presets: {options.PRESETS_HELP}",
-        ),
-    ] = "fp32,bf16,fp16",
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")] = 3,
-    margin: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            min=1e-9,
-            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
-            "The baseline's own seed-to-seed spread replaces it where that is wider.",
-        ),
-    ] = 0.02,
-    timeout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION",
-            callback=values.duration,
-            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
-        ),
-    ] = None,
-    fail_on: Annotated[
-        str,
-        typer.Option(
-            metavar="VERDICTS",
-            autocompletion=shared.verdicts,
-            help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
-            "not_equivalent stands for all five; none for none.",
-        ),
-    ] = "diverged,stopped_learning,failed",
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPUS",
-            callback=values.gpus_or_none,
-            help="GPUs to predict speed and memory for, separated by commas, or none. "
-            "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
-        ),
-    ] = None,
+    policies: ComparePolicies = "fp32,bf16,fp16",
+    seeds: CompareSeeds = 3,
+    margin: CompareMargin = 0.02,
+    timeout: CompareTimeout = None,
+    fail_on: CompareFailOn = "diverged,stopped_learning,failed",
+    gpus: CompareGpus = None,
     checkpoint: options.Checkpoint = None,
     metric: options.MetricOption = None,
     jobs: Jobs = None,
@@ -112,16 +123,13 @@ def compare(
     options.check_metric(metric)
     failing, cards = _failing(fail_on), traced.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
-    compared = _with_checkpointed(_parse_policies(policies), checkpoint)
-    _check_several(compared)
+    compared = _several(_with_checkpointed(_parse_policies(policies), checkpoint))
     changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in compared else next(iter(compared))
     script.check(*(entry.policy for entry in compared.values()))
 
     from mezzo.commands.compare.judge import compare as judge
     from mezzo.studies.finished import with_digest  # scipy and more: only once the command line is right
-    from mezzo.studies.loop import Study
-    from mezzo.studies.side_by_side import one_after_another
 
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
@@ -129,10 +137,7 @@ def compare(
     requests = _requests(script, compared, seeds, folder=folder, metric=metric, since_s=finished.since_s)
     requests = [with_digest(request, finished.identity) for request in requests]
     with stoppable() as stop:
-        before, left = left_to_run(requests)
-        alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
-        with nullcontext() if alone else engine.opened(folder):
-            runs = run_all(left, timeout_s=timeout_s, study=Study(engine, finished), before=before)
+        runs = _all_runs(requests, folder, engine, finished, timeout_s=timeout_s)
         runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
@@ -196,12 +201,13 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
     return compared
 
 
-def _check_several(compared: dict[str, _ComparedPolicy]) -> None:
-    """Refuse a comparison of a policy with nothing."""
+def _several(compared: dict[str, _ComparedPolicy]) -> dict[str, _ComparedPolicy]:
+    """Return the policies; refuse a comparison of a policy with nothing."""
     if len(compared) == 1:
         (entry,) = compared.values()
         named = f"--policies {entry.name!r} names nothing to compare {entry.name} with; allowed: two policies or more"
         raise UsageError(named, hint=f"type: {with_value('--policies', values.with_baseline([entry.name]))}")
+    return compared
 
 
 def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | None) -> dict[str, _ComparedPolicy]:
@@ -267,8 +273,6 @@ def _check_baseline(runs: list[RunRecord], name: str, folder: Path) -> None:
         )
 
 
-# --- The runs of a comparison: those that an earlier command finished, and those of this command --------------------------------
-
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
@@ -300,6 +304,18 @@ def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Requ
         rest = f"{fmt.plural(len(left), 'run')} left" if left else "none left to run"
         results.note(f"{fmt.plural(len(runs), 'finished run')} reused, {rest}")
     return runs, left
+
+
+def _all_runs(
+    requests: Sequence[Request], folder: Path, engine: Engine, finished: Finished, *, timeout_s: float | None
+) -> list[RunRecord]:
+    from mezzo.studies.loop import Study
+    from mezzo.studies.side_by_side import one_after_another
+
+    before, left = left_to_run(requests)
+    alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
+    with nullcontext() if alone else engine.opened(folder):
+        return run_all(left, timeout_s=timeout_s, study=Study(engine, finished), before=before)
 
 
 def limit_s(runs: Sequence[RunRecord]) -> float | None:

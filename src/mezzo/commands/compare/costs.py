@@ -1,4 +1,4 @@
-"""The cost of a policy relative to the baseline: time per step and bytes, over the seeds that both trained with."""
+"""The cost of a policy relative to the baseline: time per step, bytes and skipped updates, over the seeds that both trained with."""
 
 from __future__ import annotations
 
@@ -110,8 +110,6 @@ def cost_notes(facts: dict[str, Any], *, baseline: str) -> list[str]:
         notes.append(f"larger: it takes {ratio:.3g} times {baseline}'s memory")
     return notes
 
-
-# --- Describe the skipped updates of a policy that skipped many: how many, when, and which setting to try -----------------------
 
 WORTH_SAYING = 0.05
 """The share of skipped updates from which they are mentioned."""

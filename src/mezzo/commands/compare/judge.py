@@ -143,8 +143,6 @@ def _compared(judged: Judged) -> dict[str, Any]:
     }
 
 
-# --- The verdict on one policy, and the reasons for it --------------------------------------------------------------------------
-
 # The first rule that applies decides:
 #
 # 1. ``undecided`` if runs depend on each other, because they show nothing.
@@ -351,8 +349,6 @@ def _describe_seeds(coarse: Quantity | None, num_seeds: int, needed: int | None)
         return f"{num_seeds} seeds do not decide; more than {MAX_SEEDS} would be needed"
     return f"{num_seeds} seeds do not decide; {needed} would, in {percent(DECIDED_SHARE)} of cases or more"
 
-
-# --- How many seeds would decide a comparison, and with what probability --------------------------------------------------------
 
 # The observed pairs only estimate the true mean and spread: with three seeds, the true spread may well be twice the estimate. So
 # true values that fit the observed pairs are drawn (mean and variance from their posterior under Jeffreys' prior, the baseline's

@@ -369,9 +369,6 @@ def _explanations(record: CompareRecord) -> dict[str, list[Fact]]:
     return {fmt.clean(policy): pages.explained(run) for policy, run in reversed(first.items())}
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 _EMULATED_PROCESSES = re.compile(r":(world|reduce_order)=\w+")
 """The fields of a policy that emulate several processes; real ones do not need them."""
 
@@ -471,9 +468,6 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: ScriptCommands) 
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: CompareRecord) -> LogEntry:

@@ -84,8 +84,6 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, Group]:
     return groups
 
 
-# --- The series of a run: its losses by name, the level of a loss at a time, the last value of its metric -----------------------
-
 LOSS = "loss"
 """Name of the loss of a script with a single one."""
 
@@ -127,9 +125,6 @@ def last_metric(run: RunRecord) -> float | None:
     """Return the metric's last value; None if the script printed none, or text in its place."""
     metric = run.metric
     return metric.values[-1] if metric and metric.values and metric.text is None else None
-
-
-# --- A quantity's numbers in words, in the units in which people state them -----------------------------------------------------
 
 
 def short(value: float) -> str:

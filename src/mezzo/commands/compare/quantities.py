@@ -185,8 +185,6 @@ def unaveraged(deviation: Array) -> Array:
     return error
 
 
-# --- The margin: how far a policy may be from the baseline and still count as equivalent ----------------------------------------
-
 # The margin of a quantity is the larger of two:
 #
 # * a share (``--margin``, 2%) of the baseline's final value: of a loss by ratio, of a proportion as Cohen's h. For a loss, it is
@@ -257,8 +255,6 @@ def spread_errors(quantiles: Array, num_seeds: int) -> Array:
     errors: Array = bias * np.sqrt(2 * special.gammaincinv(freedom / 2, quantiles) / freedom)
     return errors
 
-
-# --- The kind of quantity that a metric is, and the step of its values ----------------------------------------------------------
 
 # The kind follows from the words of the metric's pattern and from its values. If both leave it open, the stricter scale is
 # used: a metric of unknown meaning between 0 and 1 is compared as a proportion above 0.5 and by ratio below.
@@ -352,8 +348,6 @@ def _num_counted(values: Sequence[float], *, whole: float, digits: float) -> int
     is_decimal = math.log10(counts[smallest]).is_integer()
     return int(counts[smallest]) if chance < _PLAUSIBLE and not is_decimal else None
 
-
-# --- The scales on which values of a quantity are compared, so that a difference has its usual meaning --------------------------
 
 # ``Ratio``      positive quantities (a loss, a perplexity): the logarithm. 0.02 against 0.01 is twice as much, as 2 against 1.
 # ``Proportion`` shares of a whole (an accuracy, an error rate, F1, IoU, AUC): ``2 arcsin sqrt(p)``, whose differences are

@@ -211,8 +211,6 @@ def _stop_half_way(
     return Fault(verdict="stopped_learning", text=f"{stopped} where {baseline}'s went on to {short(partner.end)}")
 
 
-# --- Gather the quantities to compare from pairs of runs: every loss, and the metric with its missing values --------------------
-
 _FP32_RESOLUTION = 2.0**-23
 LARGEST_SHARE_OF_FALL = 5.0
 """As a multiple of the requested margin: 10% of the fall in training against 2% of the final loss."""

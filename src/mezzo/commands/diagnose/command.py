@@ -40,7 +40,7 @@ def diagnose(
     of these runs goes to files next to the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own exit code.
     """
-    from mezzo.commands.diagnose.passes import diagnose_script
+    from mezzo.commands.diagnose.plan import diagnose_script
     from mezzo.launch.runner import shared_imports
 
     parsed = values.parse_policy(policy)

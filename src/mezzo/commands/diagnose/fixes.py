@@ -120,9 +120,6 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
     return [*(_for_scale(record)[:1] if of_scale else []), *_for_range(record)]
 
 
-# --- what was tried --------------------------------------------------------------------------------------------------------------
-
-
 def next_offer(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
     """Return the fix to try next; None once a fix made the script healthy up to step ``last``, or if none is left.
 
@@ -265,9 +262,6 @@ def _wider(record: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     return Offer(f"keep {names} in FP32", policy=kept)
 
 
-# --- loss scales -----------------------------------------------------------------------------------------------------------------
-
-
 def _for_scale(record: DiagnoseRecord) -> list[Offer]:
     """Offer a loss scale that fits the largest gradient and is no larger than the run's lowest, and BF16."""
     at_one, bf16 = (record.largest or 0.0) / record.loss_scale, _bf16(record)
@@ -306,9 +300,6 @@ def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
     if record.own_scaler:
         return [_scaled(_DEFAULT_SCALE), *bf16]
     return [Offer("multiply the loss by a loss scale", lines.new_scaler(), Policy.parse(FP16.name)), *bf16]
-
-
-# --- formats ---------------------------------------------------------------------------------------------------------------------
 
 
 def _for_range(record: DiagnoseRecord) -> list[Offer]:
@@ -379,9 +370,6 @@ def _bf16(record: DiagnoseRecord) -> list[Offer]:
     }
     changed = plain.replace(**kept)
     return [Offer(advice, policy=changed)]
-
-
-# --- the script's own lines ------------------------------------------------------------------------------------------------------
 
 
 def _for_entered(record: DiagnoseRecord) -> Offer:

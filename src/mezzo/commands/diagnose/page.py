@@ -248,9 +248,6 @@ def _pass(number: int, run: Pass, record: DiagnoseRecord) -> Fact:
     )
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
     commands, policy = ScriptCommands(record.run), typed_policy(record.run)
     if record.verdict == "unfinished" and not record.fix_tried:
@@ -294,9 +291,6 @@ def _next(record: DiagnoseRecord) -> Iterator[NextStep]:
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
     tried = any(one.tries_fix for one in record.passes)
     return tried and record.run.policy != AS_IS and not (record.own_cast or record.fails_in_fp32)
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: DiagnoseRecord) -> LogEntry:

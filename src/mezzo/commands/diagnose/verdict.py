@@ -144,9 +144,6 @@ def tried(runs: Sequence[ScriptRun]) -> list[Tried]:
     ]
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------------------
-
-
 def judged(ran: ScriptRun) -> DiagnoseRecord:
     """Return the verdict on one run by itself."""
     run, evidence = _showed(ran)
@@ -250,9 +247,6 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
     return inspected and unscaled and bool(faulty) and faulty[0] in evidence.watched
 
 
-# --- the evidence of further runs --------------------------------------------------------------------------------------------------
-
-
 def _inspected(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     outcome, (_, evidence) = judged(ran), _showed(ran)
     explained = outcome.located or (_has_infinite_norm_alone(evidence) and not record.located)
@@ -320,9 +314,6 @@ def _cause(record: DiagnoseRecord, *, of_script: bool, step: int) -> dict[str, o
 
 def _fails(record: DiagnoseRecord) -> bool:
     return record.verdict not in ("healthy", "unfinished")
-
-
-# --- the run that decides ----------------------------------------------------------------------------------------------------------
 
 
 def _decided(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
@@ -403,9 +394,6 @@ _UNDECIDED_BY: dict[str, Callable[[DiagnoseRecord, Sequence[ScriptRun]], str]] =
 
 def _reached(ran: ScriptRun, step: int) -> bool:
     return ran.evidence is not None and (step in ran.evidence.watched or _fails(judged(ran)))
-
-
-# --- the runs in the record --------------------------------------------------------------------------------------------------------
 
 
 def _pass(ran: ScriptRun) -> Pass:

@@ -1,4 +1,4 @@
-"""The sentences of a diagnosis, from the evidence of its runs. Imports no torch."""
+"""The words of a diagnosis: its sentences, its places, its fixes as the script writes them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -279,8 +279,6 @@ def _span(operand: Operand) -> str:
     infinite = f" and {operand.num_not_finite} that are not finite" if operand.num_not_finite else ""
     return f"{operand.smallest:.3g} to {operand.largest:.3g}{infinite} in {operand.format}"
 
-
-# --- A fix as its script writes it: a policy, on the command line or in code, or a line and its place. Imports no framework -----
 
 TrainingStyle = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
 """The code that trains: a loop that calls torch, a loop with a ``mezzo.Session`` or with its own autocast or GradScaler, a library, or a

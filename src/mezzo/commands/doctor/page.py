@@ -59,9 +59,6 @@ def _device(device: DeviceReport) -> Section:
     return Section(title=title, blocks=[FactTable(rows=rows, heads=("format", "level", "reason"))])
 
 
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
-
-
 def log_entry(record: DoctorRecord) -> LogEntry:
     """Return what is logged of the record."""
     return plain_entry(record)

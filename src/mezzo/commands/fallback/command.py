@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -25,24 +25,29 @@ HELP = HelpPage(
 )
 
 
+FallbackPolicy: TypeAlias = Annotated[
+    str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.", as_is=False)
+]
+FallbackTolerance: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        min=1e-9,
+        max=1.0,
+        help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
+        "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
+    ),
+]
+FallbackFresh: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=0, max=100, help="Number of further batches to check the set on.")
+]
+
+
 def fallback(
     script: Script,
-    policy: Annotated[
-        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.", as_is=False)
-    ] = "fp16",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            min=1e-9,
-            max=1.0,
-            help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
-            "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
-        ),
-    ] = None,
-    fresh: Annotated[
-        int, typer.Option(metavar="N", min=0, max=100, help="Number of further batches to check the set on.")
-    ] = 2,
+    policy: FallbackPolicy = "fp16",
+    tolerance: FallbackTolerance = None,
+    fresh: FallbackFresh = 2,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:

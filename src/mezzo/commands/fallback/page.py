@@ -217,9 +217,6 @@ def _verifications(trials: Sequence[Verification]) -> Grid:
     return Grid(heads=heads, rows=rows, numbers=(2, 3))
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 def _next(record: FallbackRecord) -> Iterator[NextStep]:
     commands, policy = ScriptCommands(record.run), record.policy_shown
     if record.helps:
@@ -255,9 +252,6 @@ def _next(record: FallbackRecord) -> Iterator[NextStep]:
             )
         why = "after moving that operation into a module of its own: fp32_modules names modules only"
         yield from commands.step(why, "fallback", policy=policy)
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: FallbackRecord) -> LogEntry:

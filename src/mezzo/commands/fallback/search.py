@@ -138,8 +138,6 @@ def _opened(
     return kept
 
 
-# --- How large the error of a gradient may be, and which modules make more than rounding on their own ---------------------------
-
 # The error of a gradient under a policy is compared with what rounding alone does to that gradient. It is measured: a run in FP32 in
 # which the output of every module is moved by one unit in the last place of the policy's format, up or down at random, on the same
 # batches. Two other measures were tried. A fixed number of roundoffs blames healthy networks: rounding switches ReLUs, so a ResNet at its
@@ -158,8 +156,6 @@ def _opened(
 # is not clearly wrong passes up to twenty times that largest error. Where the limit is above a half, an error beyond it need not be a
 # lost gradient, and nothing is decided.
 #
-# Imports no torch.
-
 LOST_IN_ROUNDING = 0.9
 """A gradient that rounding alone moves by more than this share of itself is not judged."""
 _MOST = 0.5
@@ -213,8 +209,6 @@ def stand_out(local: Sequence[LocalError], tolerance: float, *, inside: Collecti
     )
 
 
-# --- Find the operations to keep in FP32 wherever they run, if no set of modules helps ------------------------------------------
-
 _LIKELY = ("mul", "einsum", "add", "div", "bmm", "baddbmm", "mean", "sqrt", "var")
 """Operations that models use between their modules: tried first."""
 _PRODUCTS = ("prelu", "rnn", "attention", "conv", "matmul")
@@ -250,10 +244,6 @@ def needed(policy: Policy, verify: Callable[[ModuleSet], float], *, tolerance: f
         return ()
     return search(names, verify, tolerance=tolerance, known={(): without, everything: together}) or ()
 
-
-# --- Predict the runs that a search may request next: replay it with the known measurements, and with guesses of the others -----
-
-# Imports no torch.
 
 _MAX_LENGTH = 60
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
-    from mezzo.records import Prediction, PredictRecord, Reason
+    from mezzo.records import Environment, Prediction, PredictRecord, Reason
 
 HELP = HelpPage(
     group="plan",
@@ -56,57 +57,69 @@ class Sharing:
     ] = "ddp"
 
 
+PredictTarget: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SCRIPT]", callback=check_first_word, help="The training script; leave it out with --model."
+    ),
+]
+
+
+PredictBatch: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
+]
+PredictGpus: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="GPUS",
+        callback=values.gpus_all_or_cpu,
+        help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
+    ),
+]
+PredictPolicies: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="POLICIES",
+        callback=values.presets,
+        help=options.PRESETS_HELP,
+    ),
+]
+PredictChannelsLast: TypeAlias = Annotated[
+    bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
+]
+PredictPrice: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PRICE",
+        help="Price of an hour, such as 2.10 or h100=2.5,a100=1.3: adds the cost of a million samples.",
+    ),
+]
+PredictSlurm: TypeAlias = Annotated[
+    bool, typer.Option("--slurm", help="Also print the #SBATCH lines that request the fastest GPU.")
+]
+PredictCalibrate: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and save them."
+    ),
+]
+
+
 def predict(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SCRIPT]", callback=check_first_word, help="The training script; leave it out with --model."
-        ),
-    ] = None,
+    target: PredictTarget = None,
     arguments: options.Arguments = None,
     *,
     by_name: ByName,
-    batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
-    ] = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            metavar="GPUS",
-            callback=values.gpus_all_or_cpu,
-            help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
-        ),
-    ] = USUAL,
-    policies: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICIES",
-            callback=values.presets,
-            help=options.PRESETS_HELP,
-        ),
-    ] = "fp32,tf32,bf16,fp16",
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Store images channels-last, which 16-bit convolutions prefer.")
-    ] = False,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRICE",
-            help="Price of an hour, such as 2.10 or h100=2.5,a100=1.3: adds the cost of a million samples.",
-        ),
-    ] = None,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Also print the #SBATCH lines that request the fastest GPU.")
-    ] = False,
+    batch: PredictBatch = None,
+    gpus: PredictGpus = USUAL,
+    policies: PredictPolicies = "fp32,tf32,bf16,fp16",
+    channels_last: PredictChannelsLast = False,
+    price: PredictPrice = None,
+    slurm: PredictSlurm = False,
     as_module: options.AsModule = False,
     sharing: Sharing,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and save them."
-        ),
-    ] = False,
+    calibrate: PredictCalibrate = False,
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -121,18 +134,13 @@ def predict(
     """
     if target is not None or by_name.model is not None or not calibrate:
         check_target(target, by_name, as_module=as_module)
-    from mezzo.gpus import GPUS, gpu_named
-
-    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
-    listed = (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
-    cards = list({gpu.name: gpu for gpu in listed}.values())
+    cards, with_cpu = _cards(gpus)
     prices = prices_of(price, cards)
 
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.calibrate import rates_used
     from mezzo.measure.predict.sharding import check_job
-    from mezzo.records import PredictRecord
 
     job = check_job(sharing.gpus_per_job, sharing.shard)
     here = environment("cpu")  # before model libraries set environment variables of their own
@@ -142,22 +150,44 @@ def predict(
         if target is None and by_name.model is None:
             return
     size = batch or _BATCH
-    on_cpu = [_on_cpu(by_name, size, channels_last)] if values.CPU in map(str.lower, names) else []
+    on_cpu = [_on_cpu(by_name, size, channels_last)] if with_cpu else []
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
     conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
-    predictions = [
-        _predicted(traced_plan, where, policy, prices.get(where.gpu.name))
-        for traced_plan in plans
-        for where in conditions
-        for policy in wanted
-    ]
-    predictions += on_cpu
+    cases = product(plans, conditions, wanted)
+    predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases] + on_cpu
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
-    record = PredictRecord(
+    notes = [*rates_used(predictions), *assumptions(channels_last, own_layout, job, only_options=target is None)]
+    record = _record(here, traced, job, predictions, notes, channels_last=channels_last)
+    record = _with_best(record, plans, conditions, slurm)
+    results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
+
+
+def _cards(gpus: str) -> tuple[list[Gpu], bool]:
+    """Return the GPUs of ``--gpus``, and whether this machine's CPU is among the names."""
+    from mezzo.gpus import GPUS, gpu_named
+
+    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
+    listed = (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
+    return list({gpu.name: gpu for gpu in listed}.values()), values.CPU in map(str.lower, names)
+
+
+def _record(
+    here: Environment,
+    traced: Traced,
+    job: GpuGroup,
+    predictions: list[Prediction],
+    notes: list[Reason],
+    *,
+    channels_last: bool,
+) -> PredictRecord:
+    from mezzo.measure.predict.plan import MEMORY_HEADROOM
+    from mezzo.records import PredictRecord
+
+    return PredictRecord(
         environment=here,
         command=list(typed()),
         model=traced.name,
@@ -168,17 +198,11 @@ def predict(
         shard=job.shard if job.num_gpus > 1 else "",
         optimizer=traced.optimizer,
         channels_last=channels_last,
-        headroom=plan.MEMORY_HEADROOM,
+        headroom=MEMORY_HEADROOM,
         predictions=predictions,
-        assumptions=[
-            *traced.assumptions,
-            *rates_used(predictions),
-            *assumptions(channels_last, own_layout, job, only_options=target is None),
-        ],
+        assumptions=[*traced.assumptions, *notes],
         no_other_batch=traced.no_other_batch,
     )
-    record = _with_best(record, plans, conditions, slurm)
-    results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
 
 
 def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:
@@ -257,8 +281,6 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
     return plan.predict_cpu(tape, calibration, batch=batch)
 
-
-# --- What a GPU costs to rent, and the lines that request it from a cluster -----------------------------------------------------
 
 _CPUS = 8
 _SPARE_GIB = 8

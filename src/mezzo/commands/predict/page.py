@@ -274,9 +274,6 @@ def _card(prediction: Prediction) -> str:
     return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
-# --- Predictions for other GPUs, next to measurements on this machine -----------------------------------------------------------
-
-
 def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
     """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested."""
     if predicted is None:
@@ -340,9 +337,6 @@ def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 _SPARE = 0.13
 """Share of a GPU's memory to leave free for errors of the prediction."""
 _MIN_GIB = 0.1
@@ -390,9 +384,6 @@ def _left_for_activations(prediction: Prediction) -> str | None:
     left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
     gib = left / 2**30
     return None if gib < _MIN_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: PredictRecord) -> LogEntry:

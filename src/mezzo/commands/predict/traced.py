@@ -1,4 +1,4 @@
-"""What ``mezzo predict`` traces: a model by name, or a script."""
+"""Predictions from a trace of a model by name or of a script, for ``mezzo predict`` and for the commands that predict what they measure."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def of_model(
 ) -> Traced:
     """Return the tapes of a model by name, checkpointed by a plan if one is given."""
     from mezzo.measure.predict import named, plan
-    from mezzo.measure.predict.stand_ins import numbers_read
+    from mezzo.measure.predict.placeholder_numbers import numbers_read
 
     model, optimizer, built = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
@@ -224,17 +224,11 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     return Traced(name=target, size="the script's own inputs", **vars(script_tapes))
 
 
-# --- The process that traces a script for a command -----------------------------------------------------------------------------
-
-
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     """Let all traces of a script inside share their imports, which begin now."""
     from mezzo.measure.predict.script.tapes import shared_imports
 
     return shared_imports(target, kind="module" if as_module else "script")
-
-
-# --- What predictions assume, with the reasons ----------------------------------------------------------------------------------
 
 
 def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Reason]:
@@ -282,8 +276,6 @@ def _sharing(job: GpuGroup) -> Reason:
         reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption: no measured job confirms it",
     )
 
-
-# --- Predictions for GPUs, shown next to measurements on a machine without them -------------------------------------------------
 
 _USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
 """The GPUs to predict if none is named."""
@@ -349,8 +341,6 @@ def predicted_for(
         return None if stop.stopped else predicted
     return None
 
-
-# --- What would fit after a script has run out of a GPU's memory: the largest batch that is predicted for its policy, and for bf16 ---
 
 _WHAT = "largest batch"
 

@@ -251,9 +251,6 @@ def _scales(record: RangesRecord) -> Grid:
     return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))))
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 def _next(record: RangesRecord) -> Iterator[NextStep]:
     commands, policy = ScriptCommands(record.run), record.policy_shown
     window = next((w for w in record.windows if w.format == record.format), None)
@@ -273,9 +270,6 @@ def _next(record: RangesRecord) -> Iterator[NextStep]:
     yield from commands.step(why, "compare", policies=with_fp32(fits))
     if not commands.script:
         yield from commands.step("see whether any value leaves the format", "diagnose", policy=fits)
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: RangesRecord) -> LogEntry:

@@ -1,5 +1,5 @@
 """``mezzo resume-check``: whether a script's own checkpoints resume the run that was stopped.
 
 ``runs``        runs the script to its end, stops it, and starts it once more
-``judgement``   whether it continued as if it had not been stopped; ``progress``: where it did; ``restored``: which state it lacks
+``judgement``   whether it continued as if it had not been stopped, and which state it lacks
 """

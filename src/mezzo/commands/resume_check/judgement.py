@@ -185,9 +185,6 @@ def _unknown(difference: int | None, pair: Resumed) -> MissingState:
     )
 
 
-# --- Where a resumed run began: the update of the undisturbed run whose state it has --------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResumedStart:
     """Where a resumed run began."""
@@ -237,8 +234,6 @@ def _others_alike(point: Point, first: Point) -> int:
     parts = ("optimizers", "schedulers", "scalers", "buffers", "copies", "samples", "inputs")
     return sum(getattr(point, part) == getattr(first, part) for part in parts)
 
-
-# --- State whose loss shows only in later steps: the position in the data, random numbers, and a script's own counters ----------
 
 _RANDOM_FIX = (
     "save random.getstate(), numpy.random.get_state(), torch.get_rng_state() and torch.cuda.get_rng_state_all() "
@@ -421,8 +416,6 @@ def _counting(trace: RunTrace) -> list[str]:
         name for name, values in columns.items() if values[-1] > values[0] and all(a <= b for a, b in pairwise(values))
     ]
 
-
-# --- The parts of a training's state, one by one: the resumed run's first state compared with that of the undisturbed run -------
 
 _MOST_NAMES = 3
 _FIXES: dict[StateKind, str] = {

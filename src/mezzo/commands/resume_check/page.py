@@ -97,9 +97,6 @@ def _losses(record: ResumeCheckRecord) -> list[tuple[str, ...]]:
     ]
 
 
-# --- what to do next -----------------------------------------------------------------------------------------------------------
-
-
 def _next(record: ResumeCheckRecord) -> Iterator[NextStep]:
     commands = ScriptCommands(record.whole, record.command)
     if record.whole.exit_code:
@@ -110,9 +107,6 @@ def _next(record: ResumeCheckRecord) -> Iterator[NextStep]:
         yield from commands.again(_BEFORE_AGAIN[record.verdict])
     if record.verdict in ("differs", "does_not_resume", "no_checkpoint"):
         yield from commands.step("let Mezzo save and resume the unedited script", "run", policy=AS_IS, snapshot="5m")
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 def log_entry(record: ResumeCheckRecord) -> LogEntry:

@@ -220,8 +220,6 @@ def _contains_state(path: str) -> bool:
     return head.startswith(_MAGIC) or head[8:9] == b"{"  # safetensors: JSON after eight bytes for its length
 
 
-# --- Copies of the folder that a command was typed in, so that each run writes its own files ------------------------------------
-
 MOST_BYTES = 2 * 10**9
 _LEFT_OUT = ("runs", "wandb", "mlruns", "__pycache__", "node_modules", "site-packages")
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -40,38 +40,46 @@ SIGNALS = 128
 """Exit codes above this are of processes that a signal ended."""
 
 
+RunPolicy: TypeAlias = Annotated[
+    str,
+    options.policy_option(f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"),
+]
+RunSnapshot: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DURATION",
+        callback=values.duration,
+        help="Save the script's state at this interval, between two batches: 30s, 5m, 1h.",
+    ),
+]
+RunResume: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Start from the newest snapshot of an earlier run, given its folder."),
+]
+RunGuard: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ACTION",
+        help="When training goes wrong (skips, scale at its floor, spike, NaN, zero gradients): note, stop, or rewind[:TIMES] "
+        "to a snapshot.  [default: note]",
+    ),
+]
+RunChannelsLast: TypeAlias = Annotated[
+    bool, typer.Option("--channels-last", help="Store convolution weights and images channels-last.")
+]
+RunCompiles: TypeAlias = Annotated[
+    bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
+]
+
+
 def run(
     script: Script,
-    policy: Annotated[
-        str,
-        options.policy_option(f"Precision policy: a .toml file, as-is, or a preset: {options.PRESETS_HELP}"),
-    ] = "fp16",
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION",
-            callback=values.duration,
-            help="Save the script's state at this interval, between two batches: 30s, 5m, 1h.",
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Start from the newest snapshot of an earlier run, given its folder."),
-    ] = None,
-    guard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ACTION",
-            help="When training goes wrong (skips, scale at its floor, spike, NaN, zero gradients): note, stop, or rewind[:TIMES] "
-            "to a snapshot.  [default: note]",
-        ),
-    ] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Store convolution weights and images channels-last.")
-    ] = False,
-    compiles: Annotated[
-        bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
-    ] = False,
+    policy: RunPolicy = "fp16",
+    snapshot: RunSnapshot = None,
+    resume: RunResume = None,
+    guard: RunGuard = None,
+    channels_last: RunChannelsLast = False,
+    compiles: RunCompiles = False,
     checkpoint: options.Checkpoint = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Add this to every seed that the script sets.")] = None,
     metric: options.MetricOption = None,
@@ -114,8 +122,6 @@ def run(
     killed = stop.stopped and record.exit_code > SIGNALS  # otherwise the script handled the signal and ended by itself
     raise typer.Exit(stop.exit_code if killed else record.exit_code)
 
-
-# --- ``--guard``: what to do when training goes wrong, and which command to suggest then ----------------------------------------
 
 USUAL_REWINDS = 3
 _LEAVES_FORMATS = ("fp32", "tf32", "as-is")
@@ -176,8 +182,6 @@ def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
         "stuck updates": lost,
     }
 
-
-# --- ``--snapshot`` and ``--resume``: how often, where, and what a resumed run must have in common with the first ---------------
 
 FOLDER = "snapshots"
 _USUAL_S = 300.0

@@ -212,9 +212,6 @@ def run_facts(record: RunRecord) -> list[Fact]:
     return rows
 
 
-# --- What the guard of a run noticed, and what occupied the memory when it ran out, as display strings --------------------------
-
-
 def guard_facts(guardrails: Guardrails | None) -> list[Fact]:
     """Return a line for each alarm, for each return to a snapshot, and for the end; empty if nothing went wrong."""
     if guardrails is None:
@@ -252,9 +249,6 @@ def memory_facts(oom: OutOfMemory | None) -> list[Fact]:
     ]
     rows += facts(oom.not_known)
     return [*rows, *facts(oom.settings)]
-
-
-# --- what to do next -----------------------------------------------------------------------------------------------------------
 
 
 def _next(record: RunRecord) -> Iterator[NextStep]:
@@ -295,9 +289,6 @@ def _after_training(record: RunRecord, commands: ScriptCommands, policy: str) ->
         return
     yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     yield from commands.step("see which operation ran in which format", "audit", policy=policy)
-
-
-# --- what holds a run back ------------------------------------------------------------------------------------------------------
 
 
 BUSY = "usually above 90% if the GPU is busy"
@@ -367,9 +358,6 @@ def _gpu(gpu: GpuUse) -> list[Fact]:
         rows.append(Fact(what="clock", value=f"{gpu.clock_mhz:.0f}{limit} MHz"))
     causes = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
     return [*rows, Fact(what="throttled by", value=causes or "nothing")]
-
-
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
 
 
 _STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")

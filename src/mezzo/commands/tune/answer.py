@@ -95,9 +95,6 @@ def _why_keep(finals: Sequence[TuneRow]) -> str:
     )
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------------------
-
-
 def _row(known: SearchKnowledge, configuration: Configuration, **more: Any) -> TuneRow:
     """Return a row with what the latest round of a configuration measured."""
     last = max((trial.round for trial in known.runs if trial.configuration == configuration), default=0)
@@ -169,9 +166,6 @@ def _final_row(known: SearchKnowledge, configuration: Configuration, *, num_comp
 
 def _final_trials(known: SearchKnowledge, configuration: Configuration) -> list[Trial]:
     return [trial for trial in known.runs if trial.configuration == configuration and trial.round == FINAL]
-
-
-# --- quality -------------------------------------------------------------------------------------------------------------------
 
 
 def _judged(known: SearchKnowledge, configuration: Configuration) -> tuple[str | None, str]:

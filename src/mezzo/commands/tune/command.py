@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -24,9 +24,11 @@ from mezzo.errors import ScriptError, UsageError, nearest
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial
-    from mezzo.commands.tune.plan import Changes, Configuration
+    from mezzo.commands.tune.plan import Changes, SearchKnowledge
     from mezzo.commands.tune.runs import Tune
     from mezzo.devices import Device
+    from mezzo.gpus import Gpu
+    from mezzo.policy import Policy
     from mezzo.records import Reason, RunRecord, TuneRecord
     from mezzo.studies.side_by_side import Engine
 
@@ -42,59 +44,66 @@ _VARY = "batch-size=32,64,128"
 _KERAS_TIMES = "the time of Keras scripts is not predicted"
 
 
+TuneVary: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUES",
+        help="Values to try for an option of the script, such as batch-size=32,64,128. May be repeated.",
+    ),
+]
+TunePolicies: TypeAlias = Annotated[
+    str | None,
+    options.policies_option(
+        "Policies to try, separated by commas. [default: those that this device computes natively]"
+    ),
+]
+TuneChanges: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="CHANGES",
+        help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none.",
+    ),
+]
+TuneCheckpoint: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLANS",
+        callback=values.plans,
+        help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
+        "separated by commas.",
+    ),
+]
+TuneMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", callback=values.size, help="The most memory that a configuration may use, such as 12GiB."
+    ),
+]
+TuneGpu: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GPU",
+        callback=values.gpu_or_none,
+        help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
+        "[default: this machine's]",
+    ),
+]
+TuneSteps: TypeAlias = Annotated[
+    int,
+    typer.Option(metavar="N", min=10, help="Steps of each run of the first round; finalists run four times as many."),
+]
+
+
 def tune(
     script: Script,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUES",
-            help="Values to try for an option of the script, such as batch-size=32,64,128. May be repeated.",
-        ),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        options.policies_option(
-            "Policies to try, separated by commas. [default: those that this device computes natively]"
-        ),
-    ] = None,
-    changes: Annotated[
-        str,
-        typer.Option(
-            metavar="CHANGES",
-            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none.",
-        ),
-    ] = _CHANGES,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLANS",
-            callback=values.plans,
-            help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
-            "separated by commas.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", callback=values.size, help="The most memory that a configuration may use, such as 12GiB."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU",
-            callback=values.gpu_or_none,
-            help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
-            "[default: this machine's]",
-        ),
-    ] = None,
+    vary: TuneVary = None,
+    policies: TunePolicies = None,
+    changes: TuneChanges = _CHANGES,
+    checkpoint: TuneCheckpoint = None,
+    memory: TuneMemory = None,
+    gpu: TuneGpu = None,
     budget: options.BudgetOption = "10m",
-    steps: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=10, help="Steps of each run of the first round; finalists run four times as many."
-        ),
-    ] = 20,
+    steps: TuneSteps = 20,
     seeds: Annotated[int, typer.Option(metavar="N", min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     jobs: Jobs = None,
     on: On = None,
@@ -108,42 +117,43 @@ def tune(
     Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
     the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
-    from mezzo.commands.tune.plan import grid
-    from mezzo.gpus import gpu_named
+    from mezzo.commands.tune.plan import SearchKnowledge, grid
     from mezzo.measure.checkpointing.wanted import bytes_of_text
 
     time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
-    varied, changed = _varied(vary or []), _changes(changes)
+    varied, target_gpu = _varied(vary or []), _target(gpu)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
-    named = None if policies is None else values.names_in(policies)
-    script.check(*(values.parse_policy(name) for name in named or []))
+    named = None if policies is None else [values.parse_policy(name) for name in values.names_in(policies)]
+    script.check(*(named or []))
     unchanged = _in_keras(script, changes, checkpoint, memory) if script.framework == "keras" else []
-    changed = [] if unchanged else changed
+    changed = [] if unchanged else _changes(changes)
     engine = engine_of(jobs, on)
     check_times(engine)
     folder = script.folder("tune")
     with stoppable() as stop, shown() as progress:
-        time_left.console = progress.console
+        time_left = replace(time_left, console=progress.console)
         try:
             with engine.opened(folder):
                 here = machine_of(engine, folder).device
                 notes, chosen = _policies(here, named)
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
-                predicted_for = _KERAS_TIMES if unchanged else gpu_of(target_gpu, here)
-                ruled_out = rule_out(script, configurations, predicted_for, limit_bytes, time_left)
-                tuning = _tuning(script, folder, time_left, configurations, (steps, seeds, limit_bytes), engine)
-                tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
-                left_out = [*notes, *unchanged, *ruled_out.notes, *how_placed(engine)]
-                record, code = _tuned(script, tuning, time_left, left_out)
+                target = _KERAS_TIMES if unchanged else gpu_of(target_gpu, here)
+                ruled_out = rule_out(script, configurations, target, limit_bytes, time_left)
+                known = SearchKnowledge(
+                    configurations=tuple(configurations),
+                    steps=steps,
+                    repeats=seeds,
+                    memory_bytes=limit_bytes,
+                    ruled_out=ruled_out.reasons,
+                )
+                tuning = _tuning(script, folder, time_left, known, engine)
+                notes += [*unchanged, *ruled_out.notes, *how_placed(engine)]
+                record, code = _tuned(script, tuning, time_left, notes)
         except Stopped as stopped:
             script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
             raise typer.Exit(stopped.exit_code) from None
         script.finish(record, folder)
     raise typer.Exit(stop.exit_code or code)
-
-
-# --- what was typed ------------------------------------------------------------------------------------------------------------
 
 
 def _vary_joined(text: str) -> str:
@@ -204,23 +214,26 @@ def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str 
     return [Reason(what="not tried", value="changes to the models", reason=why)]
 
 
+def _target(gpu: str | None) -> Gpu | str | None:
+    from mezzo.gpus import gpu_named
+
+    return gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
+
+
 def _plans(text: str | None) -> list[str]:
     from mezzo.measure.checkpointing.wanted import check_wanted
 
     return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 
 
-# --- before the first run ------------------------------------------------------------------------------------------------------
-
-
-def _policies(here: Device, named: list[str] | None) -> tuple[list[Reason], list[str]]:
+def _policies(here: Device, named: list[Policy | None] | None) -> tuple[list[Reason], list[str]]:
     """Return what is left out, with reasons, and the policies to try in addition to the script's own precision."""
     from mezzo.formats import BF16, E4M3, FP16, TF32
     from mezzo.launch.request import policy_text
     from mezzo.records import Reason
 
     if named is not None:
-        return [], [policy_text(values.parse_policy(name)) for name in named]
+        return [], [policy_text(policy) for policy in named]
     left_out, native = [], []
     for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
         support = here.support(fmt)
@@ -236,24 +249,17 @@ def _tuning(
     script: Script,
     folder: Path,
     budget: Budget,
-    configurations: list[Configuration],
-    limits: tuple[int, int, int | None],
+    known: SearchKnowledge,
     engine: Engine,
 ) -> Tune:
-    from mezzo.commands.check.plan import MARGIN
-    from mezzo.commands.tune.plan import SearchKnowledge
     from mezzo.commands.tune.runs import Tune
     from mezzo.studies.loop import Study
 
-    steps, repeats, memory_bytes = limits
-    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(known.steps))
     if len(finished):
         budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
     finished.write()
-    budget.say(f"{len(configurations)} configurations, including the script as it is")
-    known = SearchKnowledge(
-        configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
-    )
+    budget.say(f"{len(known.configurations)} configurations, including the script as it is")
     return Tune(
         known=known,
         budget_s=max(budget.seconds - budget.spent_s, 1.0),
@@ -263,9 +269,6 @@ def _tuning(
         arguments=tuple(script.arguments or ()),
         say=budget.say,
     )
-
-
-# --- after the last run --------------------------------------------------------------------------------------------------------
 
 
 def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:

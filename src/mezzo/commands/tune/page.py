@@ -105,9 +105,6 @@ def _interval(row: TuneRow) -> str:
     return f"95% CI {fmt.ratio_text(row.speedup_low)} to {fmt.ratio_text(row.speedup_high)}"
 
 
-# --- what a tracker logs ----------------------------------------------------------------------------------------------------------
-
-
 def log_entry(record: TuneRecord) -> LogEntry:
     """Return what is logged of the record."""
     return plain_entry(record)

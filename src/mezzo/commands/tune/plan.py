@@ -19,6 +19,7 @@ from itertools import product
 import numpy as np
 from scipy import special
 
+from mezzo.commands.check.plan import MARGIN
 from mezzo.commands.compare.costs import why_unlike
 from mezzo.formats import FP32
 from mezzo.measure.checkpointing.wanted import bytes_text
@@ -61,7 +62,7 @@ class SearchKnowledge:
     repeats: int
     memory_bytes: int | None = None
     """The most that a configuration may take; None for no limit."""
-    margin: float
+    margin: float = MARGIN
     """Largest difference in the final loss that counts as equivalent, as a share of FP32's."""
     left_share: float = 1.0
     """What is left of the budget."""
@@ -180,9 +181,6 @@ def _missing_finals(known: SearchKnowledge) -> Iterator[Trial]:
                 yield trial
 
 
-# --- what bars a configuration -------------------------------------------------------------------------------------------------
-
-
 def fault(known: SearchKnowledge, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run = known.runs[trial]
@@ -260,8 +258,6 @@ def _is_larger(configuration: Configuration, other: Configuration) -> bool:
     return all(value.isdecimal() for value in values) and int(values[0]) > int(values[1])
 
 
-# --- Runs that ended for lack of memory: how much they requested, and what this machine has -------------------------------------
-
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a process that the system killed, as it does when memory runs out."""
 
@@ -283,8 +279,6 @@ def short_of_memory(run: RunRecord) -> str:
         )
     return ""
 
-
-# --- The configurations of a search: all combinations of policies, values of the script's own options, and changes to its models ---
 
 Changes = tuple[bool, bool]
 """Whether the models are channels-last, and whether they are compiled."""
@@ -384,8 +378,6 @@ def _present_value(name: str, own: Sequence[str]) -> str | None:
             value = word.partition("=")[2]
     return value
 
-
-# --- The speed of a run, and how much faster one configuration is than another over repeats -------------------------------------
 
 _WARM_UP = 3
 """First steps that are not timed: allocations, autotuning, compilation."""

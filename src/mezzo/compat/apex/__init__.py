@@ -14,7 +14,7 @@ Loss scales, master weights, casts and emulation are the engine's; this package 
 import importlib
 import sys
 
-ALIASES = {
+MODULES = {
     "apex": "mezzo.compat.apex",
     "apex.amp": "mezzo.compat.apex.amp",
     "apex.amp._amp_state": "mezzo.compat.apex.amp.state",
@@ -30,7 +30,7 @@ ALIASES = {
 
 def provide(*, without_amp: bool = False) -> None:
     """Make ``import apex`` find this package, in this process; ``without_amp``: with an ``apex.amp`` that has no effect."""
-    for name, own in ALIASES.items():
+    for name, own in MODULES.items():
         sys.modules[name] = importlib.import_module(own)
     if without_amp:
         from mezzo.compat.apex.amp.state import _amp_state

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mezzo.engine.descriptions import tensors_text
 from mezzo.engine.gradients import trained_by
-from mezzo.engine.optimizers.one_pass import OnePass
+from mezzo.engine.optimizers.one_pass import OnePass, begin_with_masters
 from mezzo.formats import FP32
 
 
@@ -249,8 +249,7 @@ def masters_for(
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """
     one_pass_optimizers = [o for o in optimizers if isinstance(o, OnePass)]
-    for optimizer in one_pass_optimizers:
-        optimizer.master_weights = keep and one_pass
+    begin_with_masters(one_pass_optimizers, keep=keep and one_pass)
     if not keep:
         return NoMasters()
     return OptimizerMasters(one_pass_optimizers) if one_pass else MasterWeights(parameters)

@@ -346,6 +346,12 @@ class OnePass(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+def begin_with_masters(optimizers: Iterable[OnePass], *, keep: bool) -> None:
+    """Decide whether 16-bit weights have FP32 masters."""
+    for optimizer in optimizers:
+        optimizer.master_weights = keep
+
+
 def norm_by_kernels(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Return the norm of gradients, of any formats and devices, on ``device``."""
     squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]

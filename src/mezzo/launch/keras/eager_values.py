@@ -200,8 +200,9 @@ class EagerValues:
             return
         reads = [t for t in inputs if _is_read(t)]
         wide = None if known else _in_fp32(kind, inputs, attrs, outputs)
-        source = self._add(place, "made" if reads else "constant", wide, reads, FORMAT_NAMES.get(result.dtype.name, ""))
-        source.because = tuple(s for s in known if s.kind == "made")
+        because = tuple(s for s in known if s.kind == "made")
+        fmt = FORMAT_NAMES.get(result.dtype.name, "")
+        source = self._add(place, "made" if reads else "constant", wide, reads, fmt, because=because)
         self._causes[result._id] = (source,)
 
     def _causes_of(self, tensor: Any, place: OperationInLayer) -> tuple[FaultSource, ...]:
@@ -275,6 +276,7 @@ class EagerValues:
         fmt: str,
         *,
         parameter: bool = False,
+        because: tuple[FaultSource, ...] = (),
     ) -> FaultSource:
         source = FaultSource(
             index=self._index,
@@ -289,6 +291,7 @@ class EagerValues:
             scale=self._scale(),
             parameter=parameter,
             in_update=self.in_update,
+            because=because,
         )
         self.sources.append(source)
         return source

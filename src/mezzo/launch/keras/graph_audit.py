@@ -113,6 +113,11 @@ class GraphAudit:
             phase = _gradient_of(op, variables) if is_product else "dgrad"
         if op.type == "Cast":
             self._cast(op, module, phase, variables)
+        flops, fmt, cause = 0, "", None
+        if is_product:
+            operand = next(t for t in op.inputs if t.dtype.is_floating)
+            flops, fmt = _flops(op), self._product_format(operand)
+            cause = self._cause(fmt, parts)
         row = _Audited(
             op=op.type,
             module=module,
@@ -120,11 +125,10 @@ class GraphAudit:
             inputs=tuple(dict.fromkeys(_format(t) for t in op.inputs)),
             outputs=tuple(dict.fromkeys(_format(t) for t in op.outputs)),
             bytes=sum(_bytes(t) for t in (*op.inputs, *op.outputs)),
+            flops=flops,
+            format=fmt,
+            cause=cause,
         )
-        if is_product:
-            operand = next(t for t in op.inputs if t.dtype.is_floating)
-            row.flops, row.format = _flops(op), self._product_format(operand)
-            row.cause = self._cause(row.format, parts)
         self._rows.append(row)
 
     # --- where an operation belongs ----------------------------------------------------------------------------------------------

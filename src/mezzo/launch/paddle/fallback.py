@@ -228,7 +228,7 @@ class Fallback(StepObserver, Listener):
             self._of_step = {names.parameter(p): array_of(dense(p.grad)) for p in parameters if p.grad is not None}
             if self._settings.role == "reference" and not self._measured.steps:
                 calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
-                self._measured.local = measured(calls, self._tape.operations, names, self._settings.policy)
+                self._measured.local.extend(measured(calls, self._tape.operations, names, self._settings.policy))
 
     def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
         """Compare the step's gradients with the reference's; end the script if no more steps are needed."""

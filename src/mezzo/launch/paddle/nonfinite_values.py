@@ -506,14 +506,13 @@ class ValueFollower:
         read = [*received, *(t for t in operation.operands if t.is_floating_point())] if lost is None else received
         wide = None if lost is None else lost.largest
         fmt = self.format.name if lost is not None or operation.rounds else FP32.name
-        source = self._add(operation, "made", wide, read=read, backward=True, fmt=fmt)
-        if lost is None:
-            in_forward = [self.causes.get(id(t), ()) for t in (*operation.operands, *operation.results)]
-            source.because = tuple(dict.fromkeys(s for causes in in_forward for s in causes if s.kind == "made"))
+        passed = () if lost is not None else (*operation.operands, *operation.results)
+        because = tuple(dict.fromkeys(s for t in passed for s in self.causes.get(id(t), ()) if s.kind == "made"))
+        self._add(operation, "made", wide, read=read, backward=True, fmt=fmt, because=because)
 
     def _vanished(self, operation: TapedOperation, lost: Survey, *, name: str = "", backward: bool = False) -> None:
-        source = self._add(operation, "vanished", lost.vanished, name=name, backward=backward, fmt=self.format.name)
-        source.share = lost.share
+        fmt = self.format.name
+        self._add(operation, "vanished", lost.vanished, name=name, backward=backward, fmt=fmt, share=lost.share)
 
     def _add(
         self,
@@ -526,6 +525,8 @@ class ValueFollower:
         fmt: str = FP32.name,
         backward: bool = False,
         parameter: bool = False,
+        because: tuple[FaultSource, ...] = (),
+        share: float = 0.0,
     ) -> FaultSource:
         source = FaultSource(
             index=self.tape.next_index(),
@@ -539,6 +540,8 @@ class ValueFollower:
             wide=wide,
             scale=self._scale(),
             parameter=parameter,
+            because=because,
+            share=share,
         )
         self.sources.append(source)
         return source

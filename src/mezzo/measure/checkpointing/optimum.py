@@ -254,8 +254,6 @@ class Paths:
         return needed_later, tuple(sorted((n, k) for n, k in chosen.items() if self._last_call[n] >= position))
 
 
-# --- The bytes that a plan keeps and the work that it repeats, exactly, from the trace of a forward pass ------------------------
-
 # ::
 #
 #     kept         storages that a plain call saved, and of each checkpointed call its arguments, what its products wrote

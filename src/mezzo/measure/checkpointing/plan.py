@@ -229,8 +229,6 @@ def _agreed(traced: ForwardTrace, choose: Callable[[], CheckpointPlan]) -> Check
     return replace(chosen, costs=costs_of(traced, chosen.regions))
 
 
-# --- The blocks of a model: the modules that ``full``, ``every-k`` and ``selective`` plans checkpoint ---------------------------
-
 # A model's blocks are its modules of one class that runs several times in a pass: the class whose checkpointing gives the lowest
 # peak. So blocks win over a stage of several blocks, which saves too much when it runs again, and over their own parts, which keep
 # more inputs. Costs decide, not names.

@@ -357,8 +357,6 @@ def _arguments(arguments: Any) -> tuple[list[Tensor], str]:
     return tensors, opaque
 
 
-# --- State that modules keep in plain attributes, besides parameters and buffers: find it, compare it and restore it ------------
-
 # A forward pass that changes such state cannot run twice for one step: a counter would count twice.
 
 _TORCH_ATTRIBUTES = frozenset([*vars(nn.Module()), "forward", "_compiled_call_impl"])

@@ -267,9 +267,6 @@ class Stopwatch(Recorder):
         return start.elapsed_time(end) / 1e3, result
 
 
-# --- Small trainings that a calibration times: kinds of layers, each at several sizes -------------------------------------------
-
-
 @dataclass(frozen=True)
 class Probe:
     """A training of a few steps."""

@@ -195,9 +195,6 @@ def tape_of(
     )
 
 
-# --- Import libraries of models, whose operators need not run because steps are traced without numbers --------------------------
-
-
 def import_library(library: str) -> Any:
     """Return a library of models.
 

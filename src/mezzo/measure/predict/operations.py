@@ -181,8 +181,6 @@ def _format(tensors: list[Tensor]) -> str:
     return found.name if found is not None else "other"
 
 
-# --- cuda operators --------------------------------------------------------------------------------------------------------------
-
 # Operations that a GPU computes by other kernels than a CPU, replaced while a step is recorded: dropout, attention, recurrent layers.
 #
 # On a CPU dropout multiplies by a mask of floating-point numbers; a GPU saves a mask of booleans. Attention takes the path that
@@ -255,8 +253,6 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype("cpu")
     return tuple(t.to(dtype) for t in tensors)
 
-
-# --- Recurrent layers as cuDNN computes them, in every format alike, while a step is recorded -----------------------------------
 
 # A CPU has one kernel for a layer in FP32 and a dozen operations for each position in FP16, so a tape of either says nothing about a GPU,
 # nor about one format against the other. cuDNN multiplies the inputs of all positions at once; then each position takes a product with

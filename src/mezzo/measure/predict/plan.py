@@ -310,8 +310,6 @@ def check_policies(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# --- One prediction in detail: throughput over batch sizes, memory over the step, and the time of each module -------------------
-
 _POINTS = 200
 _MOST_MODULES = 400
 _SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")

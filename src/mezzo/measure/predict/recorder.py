@@ -13,12 +13,14 @@ dropout and attention in ``cuda_operators``, and two more here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,14 +48,19 @@ _KIND_OF_PHASE: dict[TapePhase, MemoryKind] = {
 class Recorder(TorchDispatchMode):
     """A dispatch mode that writes a tape."""
 
-    def __init__(self, *, batch: int) -> None:
-        """Start an empty tape."""
+    def __init__(self, *, batch: int, units: Mapping[str, int] | None = None, recording: bool = True) -> None:
+        """Start an empty tape.
+
+        Args:
+            batch: the batch size.
+            units: the tape's ``units``, if known.
+            recording: whether operations are recorded from the beginning; blocks that exist are freed in any case.
+        """
         super().__init__()
-        self.tape = TrainingTape(batch=batch)
+        self.tape = TrainingTape(batch=batch, units=dict(units or {}))
         self.phase: TapePhase = "setup"
-        self.recording = True
-        """Whether operations are recorded; blocks that exist are freed in any case."""
-        self.module = ""
+        self.recording = recording
+        self._module = ""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._handles: set[TapePhase] = set()
@@ -65,7 +72,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             number = self._allocated(tensor)
             if number is not None:
-                self.tape.blocks[number].kind = kind
+                self.tape.blocks[number] = replace(self.tape.blocks[number], kind=kind)
 
     def has_block(self, tensor: Tensor) -> bool:
         """Return whether the storage of ``tensor`` has a block."""
@@ -76,12 +83,65 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             number = self._numbers.get(storage_key(tensor))
             if number is not None:
-                self.tape.blocks[number].kind = kind
+                self.tape.blocks[number] = replace(self.tape.blocks[number], kind=kind)
 
     def step_begins(self) -> None:
         """Begin a step; the tape keeps the operations of the last one."""
         self.tape.step_starts.append(len(self.tape.events))
-        self.tape.operations = []
+        self.tape.operations.clear()
+
+    def backward_begins(self) -> None:
+        """Begin a backward pass."""
+        self.tape.backward_starts.append(len(self.tape.events))
+        self.begin("backward")
+
+    def update_begins(self) -> None:
+        """Begin a call of an optimizer."""
+        self.tape.optimizer_starts.append(len(self.tape.events))
+        self.begin("optimizer")
+
+    def begin(self, phase: TapePhase) -> None:
+        """Record what runs from now on, as a part of ``phase``."""
+        self.phase, self.recording = phase, True
+
+    def stop(self) -> None:
+        """Record nothing until the next phase."""
+        self.recording = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing that the block runs."""
+        recording, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = recording
+
+    @contextmanager
+    def modules_named(self, model: nn.Module) -> Iterator[None]:
+        """Record operations in the block with the name of the running module."""
+        handles = []
+        outer: list[str] = []
+
+        def entering(name: str) -> Callable[..., None]:
+            def enter(*_: Any) -> None:
+                outer.append(self._module)
+                self._module = name
+
+            return enter
+
+        def leave(*_: Any) -> None:
+            if outer:  # the outermost call may have begun before its module was named
+                self._module = outer.pop()
+
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(entering(name)))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def finished(self, num_events: int) -> TrainingTape:
         """Return the tape with its first ``num_events`` events; later frees are not recorded."""
@@ -125,7 +185,7 @@ class Recorder(TorchDispatchMode):
                 self._allocated(tensor)
         if func.overloadpacket in _CONVOLUTIONS:
             self._record_workspaces(func, args, result)
-        self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
+        self.tape.operations.extend(operations_of(func, args, kwargs, result, self.phase, self._module_of_node()))
 
     def _is_part_of_unknown(self, tensor: Tensor, args: Any) -> bool:
         """Return whether ``tensor`` is a view of an operand without a block, such as data that wait on the host for the next batch."""
@@ -137,12 +197,13 @@ class Recorder(TorchDispatchMode):
         form = found.name if found is not None else "other"
         workspaces = [MemoryBlock(copied_bytes(func, args, result), "workspaces", form)]
         # cuDNN tries its algorithms on each new shape. In FP32 it then uses Winograd's, which multiplies least; in 16 bits it does not.
-        self.tape.tries_algorithms |= torch.backends.cudnn.benchmark
+        if torch.backends.cudnn.benchmark and not self.tape.tries_algorithms:
+            self.tape = replace(self.tape, tries_algorithms=True)
         if torch.backends.cudnn.benchmark and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
             workspaces.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
         for block in workspaces:
             if block.size_bytes:
-                self.tape.events += [len(self.tape.blocks), ~len(self.tape.blocks)]
+                self.tape.events.extend([len(self.tape.blocks), ~len(self.tape.blocks)])
                 self.tape.blocks.append(block)
 
     def _module_of_node(self) -> str:
@@ -151,8 +212,8 @@ class Recorder(TorchDispatchMode):
         if node is None:
             if self.phase == "forward":
                 # The first operation after a node is created is the node's own; operations without nodes may follow.
-                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.module)
-            return self.module
+                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._module)
+            return self._module
         return self._modules.get(node._sequence_nr(), "")
 
     def _allocated(self, tensor: Tensor) -> int | None:

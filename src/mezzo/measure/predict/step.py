@@ -164,8 +164,6 @@ def _shortened(module: str) -> str:
     return ".".join([*takewhile(lambda part: not part.isdecimal(), module.split("."))][:3])
 
 
-# --- Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them -----------------
-
 # Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
 # enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
 # three products::

@@ -88,7 +88,7 @@ class TrainingTape:
     tries_algorithms: bool = False
     """Whether cuDNN may try its algorithms for convolutions."""
     read_at: list[str] = field(default_factory=list)
-    """Lines of a model by name that read a number (``stand_ins``)."""
+    """Lines of a model by name that read a number (``placeholder_numbers``)."""
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers together: a layer of a list, or ``""`` for the rest."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mezzo.measure.predict.tape import TrainingTape
 
-# --- A simulation of torch's caching allocator on one GPU: what a trace of allocations reserves ---------------------------------
-
 # ``nvidia-smi`` shows what the allocator has reserved, not what tensors fill, and the difference is 15% in the median of 65
 # measured trainings. So the trace is replayed by the allocator's rules (``c10/cuda/CUDACachingAllocator.cpp``, torch 2.13):
 #
@@ -159,9 +157,6 @@ def segment_bytes(size_bytes: int) -> int:
     return -(-size_bytes // _OWN_SEGMENT_UNIT_BYTES) * _OWN_SEGMENT_UNIT_BYTES
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 CUBLAS_WORKSPACE_BYTES = 8_519_680
 """Workspace of one cuBLAS handle on compute capability 8.x (``CUDABlas.cpp``: 4 x 2 MiB + 8 x 16 KiB, rounded up)."""
 CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
@@ -241,8 +236,6 @@ def bytes_by_kind(tape: TrainingTape, *, until: int, absent: Collection[int] = (
         found[block.kind] = found.get(block.kind, 0) + block.size_bytes
     return found
 
-
-# --- Memory that cuDNN takes besides a convolution's operands, for as long as the convolution runs ------------------------------
 
 # Matrix units work channels-last. For channels-first operands cuDNN makes "NCHW-to-NHWC transformations to call the Tensor Core
 # operations" (its documentation of formats), so the workspace contains input, weight and result a second time. A window of one point

@@ -220,8 +220,6 @@ def longer_of(device_s: Any, host_s: Any) -> Any:
     return (device_s**4 + host_s**4) ** 0.25
 
 
-# --- Constants of the time formulas and their errors, read from ``constants.json`` ----------------------------------------------
-
 # ``benchmarks/predict_fit.py`` writes that file from public measurements. The errors are those of GPUs of an architecture that
 # was left out of the fit.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,8 @@ from mezzo.engine.optimizers.master_weights import MasterWeights, NoMasters
 from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.operations import cuda_operators
+from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder
-from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.policy import Policy
 
@@ -58,16 +58,15 @@ def record_training(
     """
     model = _built(build, policy)
     model.train()
-    recorder = Recorder(batch=batch)
+    recorder = Recorder(batch=batch, units=units_of(model))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
-    recorder.tape.units = units_of(model)
     if checkpoint is not None:
         _checkpoint(model, fake, region, lambda: loss_of(model, batch_of(batch)), checkpoint)
     with recorder:
         _add_model(model, recorder)
-        recorder.phase = "optimizer"  # some optimizers create their state when they are constructed
+        recorder.begin("optimizer")  # some optimizers create their state when they are constructed
         built_optimizer = optimizer(model.parameters())
         masters = _masters(model, built_optimizer, policy, recorder)
         for group in built_optimizer.param_groups:
@@ -76,27 +75,25 @@ def record_training(
         kept: Any = None
         for _ in range(steps):
             recorder.step_begins()
-            recorder.phase = "inputs"
+            recorder.begin("inputs")
             with fake:
                 inputs = batch_of(batch)
             if zero_grad == "before_forward":
                 built_optimizer.zero_grad()
-            recorder.phase = "forward"
-            answers = stand_ins(partial(_note_line, recorder.tape.read_at), some_are_real=True)
-            with fake, answers, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
+            recorder.begin("forward")
+            answers = placeholder_numbers(partial(_note_line, recorder.tape.read_at), some_are_real=True)
+            with fake, answers, cuda_operators() if gpu else nullcontext(), recorder.modules_named(model):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
                 if zero_grad == "before_backward":
                     built_optimizer.zero_grad()
-                recorder.phase = "backward"
-                recorder.tape.backward_starts.append(len(recorder.tape.events))
+                recorder.backward_begins()
                 with nullcontext() if checkpoint is None else backward_region_of(policy)():
                     loss.backward()
             del loss, outputs
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-            recorder.phase = "optimizer"
-            recorder.tape.optimizer_starts.append(len(recorder.tape.events))
+            recorder.update_begins()
             masters.pull_gradients()
             built_optimizer.step()
             masters.push()
@@ -221,30 +218,3 @@ def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextMan
     if policy is None or not policy.lowers:
         return nullcontext
     return Casting.of(policy.replace(arithmetic="native"), "cpu", stands_for_cuda=True).backward
-
-
-@contextmanager
-def modules_named(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Keep the name of the running module in ``recorder``."""
-    handles = []
-    outer: list[str] = []
-
-    def entering(name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            outer.append(recorder.module)
-            recorder.module = name
-
-        return enter
-
-    def leave(*_: Any) -> None:
-        if outer:  # the outermost call may have begun before its module was named
-            recorder.module = outer.pop()
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(entering(name)))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

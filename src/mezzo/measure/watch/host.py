@@ -105,9 +105,6 @@ def line_of(frame: FrameType | None) -> str:
     return ""
 
 
-# --- Time the calls in which the training thread only waits, for the data loader or for other processes -------------------------
-
-
 class Waits:
     """A list of waits of one kind in one thread. A wait inside a wait counts once."""
 
@@ -155,8 +152,6 @@ class Waits:
         pairs = zip(self._ended_s, self._lasted_s, strict=True)
         return sum(max(min(end, end_s) - max(end - lasted, begin_s), 0.0) for end, lasted in pairs)
 
-
-# --- Read a GPU's counters by NVML, the library behind ``nvidia-smi`` (package ``nvidia-ml-py``, imported only if a GPU is used) ---
 
 # A counter that a GPU does not support is None; a missing library is reported.
 

@@ -284,8 +284,6 @@ def _loader_changes(run: RunMeasurements) -> list[str]:
     return [*changes, "data that is prepared once and kept in memory or in a faster format"]
 
 
-# --- Measure the rates of this machine's CPU for products and for memory traffic, in about 50 ms --------------------------------
-
 _SIDE = 384
 _COPIED = 8 << 20
 """Numbers in the copied tensor: 32 MiB, beyond most caches."""
@@ -320,8 +318,6 @@ def _fastest_s(action: Callable[[], Any]) -> float:
         times.append(time.thread_time() - began_s)
     return max(min(times), 1e-9)
 
-
-# --- Time each operation of one step on the host, with the operations and bytes that its operands imply -------------------------
 
 # The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
 # an operation's time is that of its launch, so only the counts of operations and bytes are meaningful there.

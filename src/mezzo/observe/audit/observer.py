@@ -114,7 +114,7 @@ class Audit(Observer):
         )
         counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
-            count_formats(counted, trace.operations, step)
+            counted = count_formats(counted, trace.operations, step)
         return audited.model_copy(update={"run": self.with_formats(run, counted)})
 
     def _keep(self, trace: Trace) -> None:

@@ -91,7 +91,6 @@ class Measurements:
         self._settings, self._norm, self._distance = settings, norm, distance
         self.steps: list[StepErrors] = []
         self.local: list[LocalError] = []
-        self.lossy: LossyProduct | None = None
         self._problem = ""
 
     def add_reference(self, step: int, finite: Mapping[str, bool]) -> None:
@@ -121,9 +120,9 @@ class Measurements:
         one_suffices = self._settings.role == "check" and not self._settings.all_steps
         return one_suffices and math.isfinite(self.steps[-1].worst[0])
 
-    def write(self) -> None:
-        """Write the measurements to the folder of the search."""
-        measured = Measured(local=self.local, lossy=self.lossy, steps=self.steps, problem=self._problem)
+    def write(self, *, lossy: LossyProduct | None = None) -> None:
+        """Write the measurements, and the first product that loses its digits, to the folder of the search."""
+        measured = Measured(local=self.local, lossy=lossy, steps=self.steps, problem=self._problem)
         measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
 
 

@@ -72,6 +72,7 @@ class Fallback(Observer):
         self._measured = Measurements(settings, norm=norm, distance=lambda found, exact: difference(found.cpu(), exact))
         self._calls = Calls()
         self._products: LossyProducts | None = None
+        self._lossy: LossyProduct | None = None
         self._signs: dict[torch.device, torch.Generator] = {}
         self._probing = False
 
@@ -125,7 +126,7 @@ class Fallback(Observer):
         self._handles = []
         if self._products is not None:
             self._products.end()
-            self._measured.lossy, self._products = self._products.first, None
+            self._lossy, self._products = self._products.first, None
         if self._current and self._observing is not None and self._observing in self.watched:
             self._keep(self._observing)
 
@@ -133,7 +134,7 @@ class Fallback(Observer):
         """Write the measurements to the folder; return the run's own record."""
         if self._settings.role == "reference":
             torch.save(self._recorded, Path(self._settings.folder) / REFERENCE)
-        self._measured.write()
+        self._measured.write(lossy=self._lossy)
         return run
 
     # --- gradients -------------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class Fallback(Observer):
         try:
             bench = Bench(self._settings.policy, self.run.one_module(self._settings.policy))
             with self.run.phase.as_in_backward():
-                self._measured.local = bench.measure(calls, names)
+                self._measured.local.extend(bench.measure(calls, names))
         finally:
             self._probing = False
             for added in [root for root in self.run.objects.roots if root not in roots]:

@@ -100,16 +100,74 @@ class GradientState:
         """Whether they are certainly scaled now."""
         return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
 
+    def add(self, one: BackwardPass) -> None:
+        """Record what a backward pass added to them."""
+        self.late = self.late or (self.unscaled and one.scaled is not None)
+        self.early = ""
+        self.passes.append(one)
+
+    def unscale(self) -> None:
+        """Record that the script's GradScaler has divided them by its scale."""
+        self.unscaled = True
+
+    def read_norm(self, line: str) -> None:
+        """Record that a line of the script read their norm, if nobody changed them before."""
+        if not self.norm_read and not self.by_hand:
+            self.norm_read = line
+
+    def read_limit(self, line: str) -> None:
+        """Record that a line of the script computed clamped copies of them."""
+        self.limit_read = self.limit_read or line
+
+    def judge(self, *, changed: bool) -> tuple[str, str]:
+        """Return the lines that read their norm and a limit, and forget these; ``changed`` says whether the script changed them since."""
+        self.by_hand = self.by_hand or (changed and bool(self.passes))
+        lines = self.norm_read, self.limit_read
+        self.norm_read = self.limit_read = ""
+        return lines
+
+    def clip(self) -> None:
+        """Record that clipping them was reported."""
+        self.clipped = True
+
+    def step_empty(self, step: int, line: str) -> None:
+        """Record that the optimizer stepped with cleared gradients only."""
+        self.num_empty += 1
+        if self.num_empty == 1:
+            self.first_empty = step, line
+
+    def step(self, *, skipped: bool, by_scaler: bool) -> None:
+        """Record that a step used them, whether a GradScaler called it, and whether that skipped it."""
+        self.num_steps += 1
+        self.num_skipped += skipped
+        self.skipped, self.made = self.skipped + skipped, self.made + (not skipped)
+        self.dropped = 0
+        self._forget()
+        self.by_scaler = by_scaler
+
+    def skip(self) -> None:
+        """Record a skipped step whose gradients nobody checks any more."""
+        self.skipped += 1
+
+    def perhaps_skip(self, flag: Tensor) -> None:
+        """Record that the optimizer itself skipped the last step if ``flag`` is above 0."""
+        self.flag = self.last_flag = flag
+
+    def schedule(self, line: str) -> tuple[int, int, Tensor | None]:
+        """Record that a line of the script stepped a scheduler.
+
+        Return the steps made and skipped since the last time, and the flag of the last of them.
+        """
+        if self.passes:
+            self.early = line
+        since = self.made, self.skipped, self.flag
+        self.made, self.skipped, self.flag = 0, 0, None
+        return since
+
     def clear(self) -> None:
         """Record that the gradients are None or zero."""
         self.dropped += len(self.passes)
         self._forget()
-
-    def use(self, *, by_scaler: bool) -> None:
-        """Record that a step used the gradients, and whether a GradScaler called it."""
-        self.dropped = 0
-        self._forget()
-        self.by_scaler = by_scaler
 
     def _forget(self) -> None:
         self.passes = []

@@ -185,10 +185,7 @@ class Lint:
             return
         touched = self._gradients.touched(self._optimizers)
         for optimizer, places in touched:
-            state = self._gradients.of(optimizer)
-            state.late = state.late or (state.unscaled and self._pass.scaled is not None)
-            state.early = ""
-            state.passes.append(replace(self._pass, touched=places))
+            self._gradients.of(optimizer).add(replace(self._pass, touched=places))
         if self._pass.divides_by > 1:
             self._accumulation.in_session(self._pass, [p for o, _ in touched for p in trained_leaves(o)])
         self._pass = None
@@ -268,8 +265,8 @@ class Lint:
 
     def scaler_skipped(self, optimizer: Optimizer) -> None:
         """Record a skipped step of the script's GradScaler in the steady state, where its calls are known to be in order."""
-        self._gradients.of(optimizer).skipped += 1
-        self.scalers.num_steps += 1
+        self._gradients.of(optimizer).skip()
+        self.scalers.count_step()
 
     def skipped(self) -> None:
         """Record that the script's own active GradScaler has found non-finite gradients."""
@@ -277,8 +274,7 @@ class Lint:
 
     def perhaps_skipped(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Record that a fused optimizer has skipped its step by itself if ``flag`` is above 0."""
-        state = self._gradients.of(optimizer)
-        state.flag = state.last_flag = flag
+        self._gradients.of(optimizer).perhaps_skip(flag)
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer is about to step with the current gradients."""
@@ -326,9 +322,7 @@ class Lint:
 
     def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
         """Distinguish a loop that always clears gradients before the step from one that drops a bad batch."""
-        state.num_empty += 1
-        if state.num_empty == 1:
-            state.first_empty = self._step, running_line()
+        state.step_empty(self._step, running_line())
         if raises or (state.num_empty >= 2 and 2 * state.num_empty > state.num_steps):
             step, line = state.first_empty
             detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
@@ -336,11 +330,7 @@ class Lint:
             self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool, by_scaler: bool) -> None:
-        state = self._gradients.of(optimizer)
-        state.num_steps += 1
-        state.num_skipped += skipped
-        state.skipped, state.made = state.skipped + skipped, state.made + (not skipped)
-        state.use(by_scaler=by_scaler)
+        self._gradients.of(optimizer).step(skipped=skipped, by_scaler=by_scaler)
         if self.over:
             return
         if self.awake:

@@ -126,14 +126,12 @@ class LearningRates:
             return
         state = self._gradients.of(optimizer)
         self._check_first(scheduler, optimizer, state)
-        if state.passes:
-            state.early = running_line()
+        made, skipped, flag = state.schedule(running_line())
         name = type(scheduler).__name__
-        if state.skipped and not state.made:
+        if skipped and not made:
             self._log.add("A610", _after_skip(name))
-        elif state.flag is not None and state.made == 1 and len(self._flagged) < MAX_FLAGS:
-            self._flagged.append((state.flag, name, running_line(), step))
-        state.made, state.skipped, state.flag = 0, 0, None
+        elif flag is not None and made == 1 and len(self._flagged) < MAX_FLAGS:
+            self._flagged.append((flag, name, running_line(), step))
 
     def read_flags(self) -> None:
         """Report the steps of schedulers after updates that fused optimizers have skipped."""

@@ -103,9 +103,7 @@ class OwnCode:
         self.stop()
         for optimizer, state in watched:
             self._gradients.inspect(optimizer)
-            state.by_hand = state.by_hand or (changed and bool(state.passes))
-            norm_read, limit_read = state.norm_read, state.limit_read
-            state.norm_read = state.limit_read = ""
+            norm_read, limit_read = state.judge(changed=changed)
             if state.clipped or self._scalers.may_undo(state):
                 continue
             if state.by_hand and norm_read:
@@ -119,7 +117,7 @@ class OwnCode:
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
         """Record that scaled gradients of ``optimizers`` are clipped: those of the parameters ``of``, or all if it is empty."""
         for optimizer in optimizers:
-            self._gradients.of(optimizer).clipped = True
+            self._gradients.of(optimizer).clip()
         parameters = of or [p for o in optimizers for p in trained_leaves(o)]
         self._log.add("A601", detail, parameters=parameters, line=line)
 
@@ -132,13 +130,12 @@ class OwnCode:
 
     def _norm_read(self) -> None:
         for _, state in self._watched:
-            if not state.norm_read and not state.by_hand:
-                state.norm_read = running_line()
+            state.read_norm(running_line())
 
     def _limited(self, in_place: bool) -> None:
         if not in_place:
             for _, state in self._watched:
-                state.limit_read = state.limit_read or running_line()
+                state.read_limit(running_line())
             return
         known = any(state.clipped or state.by_hand or self._scalers.may_undo(state) for _, state in self._watched)
         if not known:

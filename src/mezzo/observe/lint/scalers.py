@@ -151,7 +151,7 @@ class Scalers:
             return
         state.stages[optimizer], state.checked = "unscaled", True
         if awake:
-            self._gradients.of(optimizer).unscaled = True
+            self._gradients.of(optimizer).unscale()
             self._gradients.settle(optimizer)
 
     def step(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
@@ -178,6 +178,10 @@ class Scalers:
             return
         state.stages[optimizer], state.checked = "stepped", True
         state.num_steps += 1
+        self.count_step()
+
+    def count_step(self) -> None:
+        """Count a call of ``step`` of any scaler."""
         self.num_steps += 1
 
     def update(self, scaler: Any, new_scale: Any) -> None:

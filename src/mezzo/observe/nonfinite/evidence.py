@@ -209,26 +209,27 @@ class FaultSource:
     absorbed: dict[str, None] = field(default_factory=dict)
     """Operations that return the same for it as for the true value."""
 
-    def as_record(self, names: ModelNames) -> LostValues:
-        """Return the place as it is recorded."""
-        return LostValues(
-            kind=self.kind,
-            op=self.op,
-            module=names.of(self.module),
-            pattern=names.pattern(self.module),
-            line=self.line,
-            backward=self.backward,
-            in_update=self.in_update,
-            zero_eps=self.zero_eps,
-            format=self.format,
-            largest=self.wide,
-            in_fp64=self.in_fp64,
-            loss_scale=self.scale,
-            static_scale=self.static_scale,
-            operands=self.operands,
-            parameter=self.parameter,
-            swallowed_by=list(self.swallowed),
-        )
+
+def recorded(source: FaultSource, names: ModelNames) -> LostValues:
+    """Return a place as it is recorded."""
+    return LostValues(
+        kind=source.kind,
+        op=source.op,
+        module=names.of(source.module),
+        pattern=names.pattern(source.module),
+        line=source.line,
+        backward=source.backward,
+        in_update=source.in_update,
+        zero_eps=source.zero_eps,
+        format=source.format,
+        largest=source.wide,
+        in_fp64=source.in_fp64,
+        loss_scale=source.scale,
+        static_scale=source.static_scale,
+        operands=source.operands,
+        parameter=source.parameter,
+        swallowed_by=list(source.swallowed),
+    )
 
 
 @dataclass

@@ -21,7 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.nonfinite.evidence import Evidence, FaultSource, GradientErrors, Harmless, Located, ModelNames
+from mezzo.observe.nonfinite.evidence import (
+    Evidence,
+    FaultSource,
+    GradientErrors,
+    Harmless,
+    Located,
+    ModelNames,
+    recorded,
+)
 from mezzo.observe.settings import HARMLESS_LISTED, LEAST_SCALE, STEPS_THAT_SETTLE, SURELY_LOW, WEIGHTY
 from mezzo.records import RunRecord
 
@@ -123,7 +131,7 @@ class Faults:
                 step.inspected, step.number, training.names(), loss_bad=loss_bad, bad=bad, before=before
             )
         if fault is None and not bad and step.inspected is not None and step.inspected.by_update is not None:
-            fault = Located(step=step.number, source=step.inspected.by_update.as_record(training.names()))
+            fault = Located(step=step.number, source=recorded(step.inspected.by_update, training.names()))
             self._broken_updates.append(step.number)
         if fault is not None:
             curable = step.skipped and step.loss_finite and fault.gradients is None and fault.fits_fp32
@@ -258,7 +266,7 @@ def _saturated(errors: GradientErrors | None, step: int, names: ModelNames, *, b
     source = min((s for s in sources if not (bad and s.backward)), key=lambda s: s.index, default=None)
     if source is None or errors is None:
         return None
-    return Located(step=step, source=source.as_record(names), gradients=errors.as_record(names, below=False))
+    return Located(step=step, source=recorded(source, names), gradients=errors.as_record(names, below=False))
 
 
 def _vanished(
@@ -271,7 +279,7 @@ def _vanished(
         return None
     heaviest = max(sources, key=lambda s: s.share)
     source = next((s for s in sources if s.share >= WEIGHTY), heaviest)
-    return Located(step=step, source=source.as_record(names), gradients=errors.as_record(names, below=True))
+    return Located(step=step, source=recorded(source, names), gradients=errors.as_record(names, below=True))
 
 
 def _loud(source: FaultSource, step: int, names: ModelNames, *, loss_bad: bool = True) -> Located:
@@ -281,9 +289,9 @@ def _loud(source: FaultSource, step: int, names: ModelNames, *, loss_bad: bool =
     vanished = next((s for s in first.because if s.kind == "vanished"), None)
     return Located(
         step=step,
-        source=first.as_record(names),
-        vanished=None if vanished is None else vanished.as_record(names),
-        symptom=None if earlier is None else source.as_record(names),
+        source=recorded(first, names),
+        vanished=None if vanished is None else recorded(vanished, names),
+        symptom=None if earlier is None else recorded(source, names),
         arrived=first.kind == "entered" and not loss_bad,
     )
 

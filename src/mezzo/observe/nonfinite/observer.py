@@ -33,6 +33,7 @@ from mezzo.observe.nonfinite.evidence import (
     Harmless,
     Located,
     LostValues,
+    recorded,
     write_evidence,
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
@@ -94,9 +95,13 @@ class NonFinite(Observer):
         formats = OperandFormats(inside=lambda: self.run.phase.inside)
         device_type = self.run.precision.device_type or "cpu"
         self._tracer = InfinityTracer(
-            formats, device_type=device_type, flags=self.run.phase, scale=self.loss_scale, weights=self._weights
+            formats,
+            device_type=device_type,
+            flags=self.run.phase,
+            scale=self.loss_scale,
+            weights=self._weights,
+            problems=self._problems,
         )
-        self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
         if self._settings.changes.loss_scale is not None and step == self._first_inspected:
@@ -139,7 +144,7 @@ class NonFinite(Observer):
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._inspected = _inspected_step(self._tracer, self._marked)
-        count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
+        self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
 
@@ -149,7 +154,7 @@ class NonFinite(Observer):
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
             self._inspected = _inspected_step(self._tracer, self._marked)
-            count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
+            self._formats = count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
             self._inspected = _inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
@@ -325,7 +330,7 @@ class NonFinite(Observer):
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,
-                "raised": raised.as_record(names)
+                "raised": recorded(raised, names)
                 if raised is not None and run.error is not None
                 else self._raised(names),
             }

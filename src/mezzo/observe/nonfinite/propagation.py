@@ -100,6 +100,7 @@ class InfinityTracer(PlacingTracer):
         flags: TracerFlags,
         scale: Callable[[], float],
         weights: Callable[[], Iterable[Tensor]],
+        problems: dict[str, str],
     ) -> None:
         """Create a tracer.
 
@@ -109,6 +110,7 @@ class InfinityTracer(PlacingTracer):
             flags: whether activation checkpointing is recomputing.
             scale: returns the current loss scale.
             weights: returns the trained parameters.
+            problems: takes the operations that could not be inspected, and why.
         """
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[FaultSource] = []
@@ -116,8 +118,7 @@ class InfinityTracer(PlacingTracer):
         self.update_sources: list[FaultSource] = []
         """Where an optimizer's step made a weight infinite or NaN."""
         self.gradient_errors: list[GradientErrors] = []
-        self.problems: dict[str, str] = {}
-        """Operations that could not be inspected, and why."""
+        self._problems = problems
         self.in_update = False
         """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
         self._storages_of_weights: frozenset[int] = frozenset()
@@ -300,7 +301,7 @@ class InfinityTracer(PlacingTracer):
                 return inspection()
         except Exception as error:
             op = public_name(self._running[0].overloadpacket.__name__)
-            self.problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
+            self._problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
             return None
         finally:
             if autocast:
@@ -337,7 +338,7 @@ class InfinityTracer(PlacingTracer):
             self._inspect_collective(index, operation, results, bad_results)
             return
         if operation.func.overloadpacket.__name__ in _DECISIONS:
-            operation.truths = {}
+            operation = dataclasses.replace(operation, truths={})
             for tensor in results:
                 self._forget_truth(tensor)
         # Without bad results only operands that are known to be bad say something: these may have been swallowed.

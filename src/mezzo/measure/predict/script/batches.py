@@ -1,4 +1,4 @@
-"""The batches that a script's loaders yield: counted, and yielded at another size."""
+"""The data of a traced script: batches are counted and yielded at another size, lengths are the longest, files stay in memory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ from mezzo.engine.session import Session
 class ScriptBatches:
     """Watches a script's loaders; those with batches of size ``own`` yield batches of size ``wanted`` instead."""
 
-    def __init__(self, *, own: int | None = None, wanted: int | None = None) -> None:
-        self._own, self._wanted = own, wanted
+    def __init__(
+        self,
+        *,
+        own: int | None = None,
+        wanted: int | None = None,
+        loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Watch nothing yet; ``loading`` opens a context for each batch that a loader prepares, which is the host's work."""
+        self._own, self._wanted, self._loading = own, wanted, loading
         self.drawn: list[int] = []
         """Samples of each batch drawn since ``restart``."""
-        self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A context for each batch that a loader prepares: its transforms, even if they are modules, are the host's work."""
 
     def restart(self) -> list[int]:
         """Return ``drawn``, and empty it."""
@@ -60,7 +65,7 @@ class ScriptBatches:
             original_sampler_init(instance, source, self._size(batch_size), drop_last)
 
         def following_batch(instance: Any) -> Any:
-            with self.loading():
+            with self._loading():
                 batch = original_next(instance)
             size = first_size([batch])
             if size is not None:
@@ -93,8 +98,6 @@ def first_size(values: Iterable[Any]) -> int | None:
             return found
     return None
 
-
-# --- Keep in memory what a traced script saves, because its tensors have no numbers and must not overwrite a real file ----------
 
 # The script loads what it saved from there. Other files are read as torch reads them without numbers.
 
@@ -139,8 +142,6 @@ def _copied(obj: Any) -> Any:
         return copy.deepcopy(obj)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), obj)
 
-
-# --- Pack sequences without numbers: every sequence is assumed to be as long as the padded batch --------------------------------
 
 # The lengths are numbers, so a packed batch has as many rows as its padded one, and a recurrent layer gets the padded batch.
 # So memory is an upper bound and throughput a lower bound; the record says so, and names the lines.
@@ -194,8 +195,6 @@ def _of_padded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     return forward
 
-
-# --- Let a script prepare its data with numbers, if that would take minutes without them ----------------------------------------
 
 # An operation on fake tensors takes about 0.2 ms, however small it is. A loop that makes a data set sample by sample runs hundreds
 # of thousands of them, once for each tape. So a script that runs ``MOST_OPERATIONS`` before it builds its first module is
@@ -251,8 +250,6 @@ def before_first_module(call: Callable[[], None]) -> Iterator[None]:
     with patch.object(nn.Module, "__init__", init):
         yield
 
-
-# --- A script's own mixed precision, left out while it is traced: each tape has the formats of its policy and no others ---------
 
 # A script's autocast would lower the tape of ``fp32`` as well. Its GradScaler reads whether gradients are finite, which traced
 # tensors cannot show, and would skip every step. A ``mezzo.Session`` does both. An ``autocast(enabled=False)`` stays: it keeps an

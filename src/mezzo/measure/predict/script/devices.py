@@ -221,8 +221,6 @@ class _OnCpu(TorchFunctionMode):
         return found
 
 
-# --- Make ``torch.cuda`` and ``torch.accelerator`` answer a traced script as on a machine with one idle GPU ---------------------
-
 # All GPUs that are predicted from the trace share this stand-in. Nothing runs on it, and nothing is allocated there.
 
 _NOT_THE_SCRIPT = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[3]))

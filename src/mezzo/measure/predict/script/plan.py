@@ -1,4 +1,7 @@
-"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it."""
+"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it.
+
+A script without a loader gets its batch size from an argument, or from a number in its text or in a file that it reads.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import calibration_of, rates_used
+from mezzo.measure.predict.placeholder_numbers import numbers_read
 from mezzo.measure.predict.plan import Tapes, predict, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
-from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy
@@ -160,9 +163,7 @@ def _tapes_at_other_size(
         return [], f"at batch {other} {error.message}"
     if batch_in_arguments is not None:
         _check_sizes(requests[0].script, known.tape, tapes[0].tape, sizes=sorted((size, other)))
-        for one in tapes:
-            if one.tape is not None:
-                one.tape.batch = other
+        tapes = [one if one.tape is None else replace(one, tape=replace(one.tape, batch=other)) for one in tapes]
     elif tapes[0].batch != other:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     return tapes, ""
@@ -243,15 +244,14 @@ def _check_sizes(script: str, one: TrainingTape | None, other: TrainingTape | No
 
 def _pair_tapes(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
     assert one.tape is not None  # recorded_tapes raises otherwise
-    if size is not None:
-        one.tape.batch = size
+    first = one.tape if size is None else replace(one.tape, batch=size)
     why, second = "", None if other is None else other.tape
     if second is not None:
         try:
-            check_same_steps(one.tape, second)
+            check_same_steps(first, second)
         except UsageError:
-            why, second = f"it runs other operations at batch {second.batch} than at batch {one.tape.batch}", None
-    return why, Tapes(one.tape, second, num_batches=one.num_batches)
+            why, second = f"it runs other operations at batch {second.batch} than at batch {first.batch}", None
+    return why, Tapes(first, second, num_batches=one.num_batches)
 
 
 def _own_precision(tape: TrainingTape | None) -> list[Reason]:
@@ -321,8 +321,6 @@ def _assumptions(
         add("other batch sizes", "do not follow", no_other)
     return assumptions
 
-
-# --- Find where a script without a loader gets its batch size: an argument, a number in its text, or one in a file that it reads ---
 
 # A source is a guess until the script is traced with another number there: it sets the batch size only if the batch changes and the
 # model does not. Reads text and imports no torch.
@@ -447,8 +445,6 @@ def _source(script: str, nodes: Sequence[ast.expr]) -> BatchSource:
     where = ", ".join(f"{Path(script).name}:{line}" for line in lines)
     return BatchSource(where=where, file=script, numbers=tuple((node.lineno, node.col_offset) for node in nodes))
 
-
-# --- Predict compared policies on GPUs that this machine does not have: trace the comparison's script once, and price it on each GPU ---
 
 _NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""

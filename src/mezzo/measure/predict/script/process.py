@@ -180,8 +180,6 @@ def _is_below(file: str, folder: str) -> bool:
     return os.path.realpath(file).startswith(folder) and "site-packages" not in file
 
 
-# --- The files that a traced script reads: its own modules and its configuration. One of them can be served with other numbers ---
-
 _CONFIGURATION = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf")
 _MOST_BYTES = 1 << 20
 """Larger files are data."""

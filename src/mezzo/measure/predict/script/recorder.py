@@ -25,6 +25,7 @@ from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.measure.cuda_answers import first, nothing
 from mezzo.measure.predict.operations import cuda_operators
+from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder, storage_key
 from mezzo.measure.predict.script.batches import (
     CountedFakeMode,
@@ -38,9 +39,8 @@ from mezzo.measure.predict.script.batches import (
 from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
 from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import MemoryKind, TrainingTape
-from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
+from mezzo.measure.predict.training import STEPS, free_gradients, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
 _MOST_STEPS = 8
@@ -59,11 +59,10 @@ class ScriptRecorder:
 
     def __init__(self, request: TapeRequest, *, gpu_queries: list[str] | None = None) -> None:
         """Start before the script's first line; ``gpu_queries`` receives the name of each function that reports the simulated GPU."""
-        self.recorder = Recorder(batch=1)
+        self.recorder = Recorder(batch=1, recording=False)
         self.num_events = 0
         """Events of the tape at the end of the last step. The script's end frees the rest, in an order that varies."""
-        self.recorder.recording = False
-        self.batches = ScriptBatches(own=request.own_batch, wanted=request.batch)
+        self.batches = ScriptBatches(own=request.own_batch, wanted=request.batch, loading=self._as_host_work)
         self.read_at: list[str] = []
         """Lines of the script that read a number."""
         self.sized_at: list[str] = []
@@ -83,7 +82,6 @@ class ScriptRecorder:
         """Backward passes since the last update."""
         self._on_host = False
         """Whether a loader is preparing a batch, which is the host's work."""
-        self.batches.loading = self._as_host_work
         self._open = ExitStack()
         self._models: list[nn.Module] = []
         self._adopted: set[int] = set()
@@ -128,7 +126,7 @@ class ScriptRecorder:
                     patch.object(nn.Module, "__call__", call),
                     patch.object(nn.Module, "_apply", _converted),
                     patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
-                    stand_ins(self._note_line, some_are_real=request.numbers_first),
+                    placeholder_numbers(self._note_line, some_are_real=request.numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
                     gpu_on_cpu(self._gpu_queries, gpu_present=request.gpu_present, moved=self._moved),
@@ -159,16 +157,15 @@ class ScriptRecorder:
             for hook in hooks:
                 hook.remove()
 
-    # --- the parts of a step -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def _as_host_work(self) -> Iterator[None]:
         """Leave out what the block runs."""
-        recording, self.recorder.recording, self._on_host = self.recorder.recording, False, True
+        self._on_host = True
         try:
-            yield
+            with self.recorder.paused():
+                yield
         finally:
-            self.recorder.recording, self._on_host = recording, False
+            self._on_host = False
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
         if self._on_host:
@@ -176,7 +173,7 @@ class ScriptRecorder:
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
                 return
-            self.recorder.recording = True
+            self.recorder.begin("setup")
             self._adopt(module)
             if not self.tape.step_starts:
                 self._add_other_contents(fake)
@@ -185,8 +182,8 @@ class ScriptRecorder:
         elif self.recorder.phase == "forward":
             if id(module) not in self._adopted:  # a second model of the same step
                 self._adopt(module)
-                self.recorder.phase = "forward"
-                self._open.enter_context(modules_named(module, self.recorder))
+                self.recorder.begin("forward")
+                self._open.enter_context(self.recorder.modules_named(module))
             return
         elif not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
             return  # called while gradients are computed, for example by activation checkpointing
@@ -199,12 +196,12 @@ class ScriptRecorder:
         self._adopt(module)
         tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
         self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
-        self.recorder.phase = "inputs"
+        self.recorder.begin("inputs")
         self.recorder.add_existing((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
         self._add_moved()
-        self.recorder.phase = "forward"
+        self.recorder.begin("forward")
         self._open.enter_context(self._region())
-        self._open.enter_context(modules_named(module, self.recorder))
+        self._open.enter_context(self.recorder.modules_named(module))
 
     def _adopt(self, module: nn.Module) -> None:
         """Allocate a model that is called for the first time, cast as the policy says."""
@@ -216,7 +213,7 @@ class ScriptRecorder:
             if self._policy.master_weights:
                 self._masters.append(MasterWeights(module.parameters()))
             cast_model(module, self._policy, "cpu")
-        self.recorder.phase = "setup"
+        self.recorder.begin("setup")
         for unit, size in units_of(module).items():
             self.tape.units[unit] = self.tape.units.get(unit, 0) + size
         for tensors, kind in _weights(module):
@@ -230,9 +227,8 @@ class ScriptRecorder:
         if self.recorder.has_block(tensor) or (known is not None and known() is not None):
             return tensor
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-            recording, self.recorder.recording = self.recorder.recording, False
-            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            self.recorder.recording = recording
+            with self.recorder.paused():
+                tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         self._on_gpu.pop(
             storage_key(tensor), None
         )  # the key may belong to a storage that is gone; the order is that of this one
@@ -247,7 +243,7 @@ class ScriptRecorder:
 
     def _add_other_contents(self, fake: FakeTensorMode) -> None:
         """Allocate what is on the GPU besides the model: models that are not trained, such as averages and teachers, and data."""
-        self.recorder.phase = "setup"
+        self.recorder.begin("setup")
         gc.collect()
         found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._adopted)
         for module in sorted(found, key=_sort_key):  # the collector's order differs from run to run
@@ -265,20 +261,18 @@ class ScriptRecorder:
                 f"{_MOST_BACKWARD} backward passes without an update: a condition on a number, which traced tensors lack, prevents it"
             )
         if self.recorder.recording:
-            self.recorder.phase = "backward"
-            self.tape.backward_starts.append(len(self.tape.events))
+            self.recorder.backward_begins()
 
     def _backward_ended(self) -> None:
         parameters = (p for model in self._models for p in model.parameters())
         self.recorder.label((p.grad for p in parameters if p.grad is not None), "gradients")
         if self.recorder.recording:
-            self.recorder.phase = "optimizer"  # clipping and the like
+            self.recorder.begin("optimizer")  # clipping and the like
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.recorder.phase = "optimizer"
         self._num_backward = 0
         if self.recorder.recording:
-            self.tape.optimizer_starts.append(len(self.tape.events))
+            self.recorder.update_begins()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             parameter_ids = {id(p) for model in self._models for p in model.parameters()}
@@ -302,7 +296,7 @@ class ScriptRecorder:
             for model in self._models:
                 free_gradients(masters, model)
         self.recorder.label(optimizer_state(optimizer), "optimizer")
-        self.recorder.recording = False
+        self.recorder.stop()
         self.num_events = len(self.tape.events)
         if self._is_last():
             raise RecordingComplete
@@ -312,8 +306,6 @@ class ScriptRecorder:
             return self.num_steps == self._request.steps
         whole = self.sizes[-1] == self.sizes[0]
         return self.num_steps >= STEPS and (whole or self.num_steps == _MOST_STEPS)
-
-    # --- numbers, of which there are none ----------------------------------------------------------------------------------------
 
     def _note_compilation(self, name: str) -> None:
         if name not in self.compiles:
@@ -375,8 +367,6 @@ def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
     return module
 
 
-# --- Deep copies of tensors without numbers, such as a moving average of a model's weights makes --------------------------------
-
 # ``Tensor.__deepcopy__`` looks up where the numbers are and copies that memory. A fake tensor has none there: torch fails for some, and
 # writes to memory that is not its own for others.
 
@@ -398,9 +388,6 @@ def copies_without_numbers() -> Iterator[None]:
 
     with patch.object(Tensor, "__deepcopy__", deepcopy):
         yield
-
-
-# --- Skip a script's own compilation while it is traced, because compiled steps are not predicted -------------------------------
 
 
 @contextmanager
@@ -431,8 +418,6 @@ def compilation_left_out(on_skip: Callable[[str], None]) -> Iterator[None]:
 def _compiled(model: Any = None, **settings: Any) -> Any:
     return (lambda function: function) if model is None else model
 
-
-# --- Give results whose size depends on numbers their largest size, while a script is traced without numbers --------------------
 
 # A condition is assumed to select all rows, and values are assumed to be all different. So memory is an upper bound and throughput
 # a lower bound; the record says so, and names the lines. Counts of whole numbers have their ``minlength``.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.commands.diagnose.passes import caller_of
+from mezzo.commands.diagnose.plan import caller_of
 from mezzo.commands.diagnose.words import TrainingStyle
 from paths import SCRIPTS
 

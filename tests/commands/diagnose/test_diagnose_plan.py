@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mezzo.commands.diagnose.passes import diagnose_script, inspected
+from mezzo.commands.diagnose.plan import diagnose_script, inspected
 from mezzo.launch.request import Request, policy_text
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues, WrongGradients, write_evidence
 from mezzo.observe.settings import DiagnoseSettings

@@ -131,9 +131,6 @@ def _evidence_at(path: Path) -> Evidence | None:
     return of_all(of_ranks)
 
 
-# --- what to run next ----------------------------------------------------------------------------------------------------------------
-
-
 def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     """Return the run that the evidence of the earlier runs calls for; None if that is enough."""
     if runs[0].evidence is None:
@@ -267,8 +264,6 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     policy = offer.policy or runs[0].policy
     return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)
 
-
-# --- Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library ------------
 
 _LIBRARIES: tuple[TrainingStyle, ...] = ("lightning", "fabric", "accelerate", "transformers")
 

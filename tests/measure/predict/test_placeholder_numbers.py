@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mezzo.measure.predict.placeholder_numbers import numbers_read, placeholder_numbers
 from mezzo.measure.predict.script import recorder as script_recorder
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
 from mezzo.measure.predict.training import record_training
 
 DATA = "data = torch.arange(24.0).reshape(4, 3, 2)"
@@ -56,7 +56,7 @@ for _ in range(4):
 
 
 def test_comparisons_of_whole_tensors_are_false() -> None:
-    with FakeTensorMode(), stand_ins(lambda: None):
+    with FakeTensorMode(), placeholder_numbers(lambda: None):
         ones = torch.ones(3)
         assert not torch.equal(ones, ones)
         assert not torch.allclose(ones, ones)
@@ -64,7 +64,7 @@ def test_comparisons_of_whole_tensors_are_false() -> None:
 
 
 def test_tensors_with_numbers_keep_them() -> None:
-    with stand_ins(lambda: None, some_are_real=True):
+    with placeholder_numbers(lambda: None, some_are_real=True):
         assert (torch.tensor(3.5).item(), int(torch.tensor(4)), bool(torch.tensor(1))) == (3.5, 4, True)
         assert torch.equal(torch.ones(2), torch.ones(2))
 
@@ -90,7 +90,7 @@ def test_a_model_by_name_may_ask_for_a_number_too() -> None:
     )
     assert [op.name for op in tape.operations if op.flops] == ["addmm", "mm"]
     (line,) = tape.read_at
-    assert line.startswith("test_stand_ins.py:")
+    assert line.startswith("test_placeholder_numbers.py:")
     assert numbers_read("model", [line]).reason.endswith(f"read at {line}")
 
 

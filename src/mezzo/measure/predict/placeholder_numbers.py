@@ -36,7 +36,7 @@ _TRACING = (
 
 
 def reading_frame() -> FrameType | None:
-    """Return the frame that reads a number; for use in the ``on_read`` of ``stand_ins``."""
+    """Return the frame that reads a number; for use in the ``on_read`` of ``placeholder_numbers``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRACING):
         frame = frame.f_back
@@ -54,7 +54,7 @@ def numbers_read(who: str, lines: Sequence[str]) -> Reason:
 
 
 @contextmanager
-def stand_ins(on_read: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
+def placeholder_numbers(on_read: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
     """Answer each read of a number in the block.
 
     Args:
@@ -103,11 +103,11 @@ def stand_ins(on_read: Callable[[], None], *, some_are_real: bool = False) -> It
 
 
 class _Answers:
-    """The stand-in of each tensor."""
+    """The placeholder of each tensor."""
 
     def __init__(self) -> None:
         self._offsets = WeakTensorKeyDictionary()
-        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
+        """What was added to a placeholder: ``x[i : i + 8]`` has 8 rows wherever it begins."""
         self._finite = WeakTensorKeyDictionary()
         """Flags that values are finite: they are true, or a script that unscales gradients itself would skip every update."""
 
@@ -125,7 +125,7 @@ class _Answers:
         }
 
     def number(self, tensor: Tensor) -> Any:
-        """Return the stand-in of a tensor with one element."""
+        """Return the placeholder of a tensor with one element."""
         if tensor.dtype is torch.bool:
             return self._true_if_finite(tensor)
         return 1.0 if tensor.is_floating_point() else self._whole(tensor)
