@@ -809,10 +809,7 @@ def _assigned(source: str) -> Iterator[tuple[str, ast.expr]]:
         yield from ((target.id, value) for target in targets if isinstance(target, ast.Name) and value is not None)
 
 
-SAME_FOR_EACH_FRAMEWORK = (
-    *("launch/torch/", "launch/keras/", "launch/paddle/", "observe/"),
-    *("frameworks/keras.py", "frameworks/paddle.py"),
-)
+SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
 SAME_FOR_EACH_TRACKER = "report/tracking/"
 SAME_EVERYWHERE = {
     "FRAMEWORK": "the description of each framework",
