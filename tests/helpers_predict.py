@@ -6,37 +6,38 @@ import contextlib
 import faulthandler
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
+from typing import IO
 from unittest import mock
 
+from mezzo.children.fork_server import Starter
 from mezzo.measure.predict.script import process as script_process
-from mezzo.measure.predict.script import tape_server, tapes
+from mezzo.measure.predict.script import tapes
 
 
 @contextlib.contextmanager
 def traced_in_forks() -> Iterator[None]:
     """Trace scripts in forks of this process instead of a new one, whose imports take longer than what it traces."""
-    without_server = mock.patch.object(tapes, "current_server", return_value=None)
-    not_started = mock.patch.object(tape_server.TapeServer, "start")
-    with mock.patch.object(tapes, "_run", _in_a_fork), without_server, not_started:
+    not_begun = mock.patch.object(Starter, "begin", return_value=False)
+    with mock.patch.object(tapes, "Guarded", _Fork), not_begun:
         yield
 
 
-def _in_a_fork(words: list[str], environment: dict[str, str], deadline_s: float | None) -> tuple[str, int]:
-    """Return what ``script_process`` prints for ``words``, and its exit code."""
-    assert words[1:3] == ["-m", "mezzo.measure.predict.script.process"]
-    with tempfile.TemporaryFile() as printed:
+class _Fork:
+    """A fork of this process in place of the program that records tapes."""
+
+    def __init__(self, words: list[str], *, stdout: IO[bytes], stderr: int, env: dict[str, str]) -> None:
+        assert words[1:3] == ["-m", "mezzo.measure.predict.script.process"]
         with warnings.catch_warnings():  # from Python 3.12 on, of threads beside this one
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _become(words[3:], environment, printed.fileno())
-        _, status = os.waitpid(child, 0)
-        printed.seek(0)
-        return printed.read().decode(), os.waitstatus_to_exitcode(status)
+            self._child = os.fork()
+        if self._child == 0:
+            _become(words[3:], env, stdout.fileno())
+
+    def wait(self, timeout: float | None = None) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
 
 
 def _become(words: list[str], environment: dict[str, str], output: int) -> None:

@@ -17,11 +17,10 @@ from mezzo.cli.options import values
 from mezzo.cli.parser import app
 from mezzo.cli.shown_help import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.vocabulary import COMMANDS as OTHER_COMMANDS
-from mezzo.cli.vocabulary import EXAMPLES, OTHER_NAMES, RENAMED
+from mezzo.cli.vocabulary import EXAMPLES, OTHER_NAMES
 from mezzo.cli.words import TYPED_WORDS
 from mezzo.measure.predict import named
 from mezzo.policy import PRESETS, Policy
-from paths import ROOT
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 OPTIONS = [
@@ -101,21 +100,35 @@ def test_mezzo_alone_shows_the_questions_and_all_commands_in_groups(capsys: pyte
     assert {page.group for page in PAGES.values()} == set(GROUPS)
 
 
-@pytest.mark.parametrize("renamed", RENAMED, ids=[one.old for one in RENAMED])
-def test_an_old_spelling_is_told_the_new_one(
-    renamed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+LINES_TO_TYPE = [
+    ("compare", "--gpu t4,l4", "--gpus t4,l4"),
+    ("tune", "--repeats 3", "--seeds 3"),
+    *(
+        (command, "--resume --out runs/mine", "--resume runs/mine")
+        for command in ("check", "compare", "fallback", "tune")
+    ),
+    ("compare", "--timeout 600", "--timeout 600s"),
+    ("check", "--budget 600", "--budget 600s"),
+    ("tune", "--budget 600", "--budget 600s"),
+    ("run", "--snapshot 300", "--snapshot 300s"),
+    ("resume-check", "--notice 10", "--notice 10s"),
+    ("audit", "--steps 3,10", "--at 3,10"),
+]
+
+
+@pytest.mark.parametrize(("command", "typed", "meant"), LINES_TO_TYPE)
+def test_an_option_that_is_almost_right_gets_the_line_to_type(
+    command: str,
+    typed: str,
+    meant: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import torch\n")
-    for command in renamed.commands:
-        assert cli.main([command, *renamed.old.split(), "train.py"]) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == f"  hint: type: mezzo {command} {renamed.new} train.py"
-
-
-def test_the_page_has_the_table_of_what_was_renamed() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    rows = [f"| {', '.join(f'`{one}`' for one in r.commands)} | `{r.old}` | `{r.new}` |" for r in RENAMED]
-    assert "\n".join(["| command | before | now |", "|---|---|---|", *rows]) in page
+    assert cli.main([command, *typed.split(), "train.py"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"  hint: type: mezzo {command} {meant} train.py"
 
 
 def test_the_tables_name_commands_and_options_that_exist() -> None:

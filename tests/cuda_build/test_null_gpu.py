@@ -82,7 +82,7 @@ def test_runs_are_forked_from_a_process_that_never_asked_the_driver(tmp_path: Pa
     found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert len(found) == 2, done.stderr[-3000:]
     assert [run["before_line_1"] for run in found] == [0, 0]
-    assert all("mezzo.launch.fork_server" in run["parent"] for run in found)
+    assert all("mezzo.children.fork_server" in run["parent"] for run in found)
 
 
 @pytest.mark.parametrize(("policy", "device"), [("as-is", "cuda:1"), ("fp16", "cuda:0")])

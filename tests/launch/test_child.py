@@ -25,7 +25,7 @@ from mezzo.launch import child
 from mezzo.launch.recording import MetricReader, MetricStream
 from mezzo.launch.request import Request
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
-from mezzo.records import Reason, RunRecord, read_record
+from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
 
 OURS = Path(mezzo.__file__).parent
@@ -291,16 +291,26 @@ def test_a_module_runs_from_the_folder_it_is_called_in(tmp_path: Path, monkeypat
     assert ended.record.script_sha256 == hashlib.sha256((package / "first.py").read_bytes()).hexdigest()
 
 
-def test_settings_that_came_too_late_are_in_the_record(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
+@pytest.mark.parametrize(("compiler", "late"), [("os", ["TORCHDYNAMO_VERBOSE", "TORCH_COMPILE_DISABLE"]), ("none", [])])
+def test_settings_that_came_too_late_are_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, late: list[str]
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")
+    monkeypatch.setattr(child, "_COMPILER", compiler)
+    sets = "".join(
+        f"os.environ[{name!r}] = '2'\n" for name in (*late, "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_VERBOSE", "PATH")
+    )
+    (tmp_path / "script.py").write_text(f"{textwrap.dedent(TRAINS)}train()\nimport os\n{sets}")
     target, record = str(tmp_path / "script.py"), tmp_path / "record.json"
     request = Request(target=target, kind="script", policy="fp32", record_path=str(record), command=("mezzo",))
-    late = Reason(what="TORCHDYNAMO_VERBOSE", value="ignored", reason="it was set too late")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     with contextlib.redirect_stdout(io.StringIO()):
-        assert child.main([request.model_dump_json()], late_settings=lambda: [late]) == 0
+        assert child.main([request.model_dump_json()]) == 0
     read = read_record(record)
     assert isinstance(read, RunRecord)
-    assert read.effective.left_alone == [late]
+    assert [(reason.what, reason.value) for reason in read.effective.left_alone] == [(name, "ignored") for name in late]
 
 
 def test_a_training_thread_that_outlives_the_script_is_waited_for(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ BEFORE_A_FORK = """
 import sys
 import torch
 import test_launch_costs
-from mezzo.launch import fork_server
+from mezzo.children import fork_server
 assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.support import backend_of
+from mezzo.frameworks.keras import backend_of
 
 SET = "import os\nos.environ['KERAS_BACKEND'] = {}\n"
 CASES = [

@@ -1,7 +1,8 @@
-"""The size of the source, and the modules and imports of each package: ``python tests/project/packages.py [REVISION]``.
+"""The size of the source, and the modules and imports of each package: ``python tests/project/packages.py [REVISION [COMMIT...]]``.
 
 A package is a folder of src/mezzo. Its modules are its files and its subpackages. Imports are counted between modules of one package,
-also inside functions, but not for type checkers; levels are the modules on the longest chain of imports.
+also inside functions, but not for type checkers; levels are the modules on the longest chain of imports. For each COMMIT: the files of
+the source that it changed, and how many files hold that code in REVISION.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 
 from test_laws import imports_of, module_of
 
@@ -25,6 +27,10 @@ def sources_of(revision: str) -> dict[str, str]:
 
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
+
+
+def _subject(commit: str) -> str:
+    return _git("log", "-1", "--format=%s", commit).strip()
 
 
 def modules_of(package: str, sources: dict[str, str]) -> set[str]:
@@ -62,11 +68,35 @@ def levels_of(names: set[str], imports: Imports) -> int:
     return max((level(name, (name,)) for name in sorted(names)), default=0)
 
 
-def main(revision: str) -> None:
-    """Print the size of a revision, and each of its packages."""
+def files_now(commit: str, sources: dict[str, str]) -> tuple[int, int]:
+    """Return how many files a commit changed, and in how many files of ``sources`` most of the code of each lies."""
+    homes: dict[str, set[str]] = {}
+    for path, text in sources.items():
+        for name in _defined(text):
+            homes.setdefault(name, set()).add(path)
+    changed = _git("show", "--name-only", "--format=", "--diff-filter=AM", commit, "--", "src").split()
+    changed = [path for path in changed if path.endswith(".py")]
+    now = set()
+    for path in changed:
+        votes: Counter[str] = Counter()
+        for name in _defined(_git("show", f"{commit}:{path}")):
+            for home in homes.get(name, ()):
+                votes[home] += 1 / len(homes[name])  # a name with many homes says little
+        now |= {home for home, _ in votes.most_common(1)}
+    return len(changed), len(now)
+
+
+def _defined(text: str) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+
+
+def main(revision: str, *commits: str) -> None:
+    """Print the size of a revision, each of its packages, and where the code of ``commits`` lies in it."""
     sources = sources_of(revision)
     statements = sum(isinstance(node, ast.stmt) for text in sources.values() for node in ast.walk(ast.parse(text)))
     print(f"src: {len(sources)} files, {statements} statements")
+    for commit in commits:
+        print(commit, "changed {} files, which are {} now:".format(*files_now(commit, sources)), _subject(commit))
     for package in sorted({path.split("/")[0] for path in sources if "/" in path}):
         names, imports = modules_of(package, sources), inner_imports_of(package, sources)
         subpackages = {path.split("/")[1] for path in sources if path.startswith(f"{package}/") and path.count("/") > 1}
@@ -79,4 +109,4 @@ def main(revision: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "HEAD")
+    main(*sys.argv[1:] or ["HEAD"])

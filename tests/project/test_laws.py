@@ -53,7 +53,7 @@ def _trees_are_forgotten() -> Iterator[None]:
 # --- the laws as data: change them deliberately --------------------------------------------------
 
 FACTS = (
-    "errors error_texts version secrets readable as_python temporary library_files formats devices gpus"
+    "errors error_texts version secrets readable temporary library_files formats devices gpus"
     " cuda_kernels oplists policyfields policy explain records"
 )
 MAY_IMPORT = {
@@ -66,7 +66,6 @@ MAY_IMPORT = {
     "temporary": "",
     "library_files": "",
     "readable": "",
-    "as_python": "",
     "formats": "",
     "devices": "formats",
     "gpus": "errors devices",
@@ -75,20 +74,21 @@ MAY_IMPORT = {
     "explain": "oplists devices policyfields",
     "policyfields": "errors formats devices",
     "policy": "errors formats devices oplists policyfields explain",
-    "frameworks": "errors formats devices oplists explain policyfields policy frameworks",  # a policy in the terms of other frameworks
+    "frameworks": "children errors formats devices oplists explain policyfields policy frameworks",  # what is known of the others
     "records": "errors secrets readable lazy_names records",  # with each command's record
+    "children": "children",  # below measure, whose predictions run scripts, and launch
     "engine": f"{FACTS} engine",
-    "measure": f"{FACTS} engine measure",
+    "measure": f"{FACTS} children engine measure",
     "observe": f"{FACTS} frameworks engine measure observe",
     "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
-    "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
-    "studies": f"{FACTS} measure launch studies",  # runs in child processes; a command says which
+    "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # composes counters and observers
+    "studies": f"{FACTS} children measure launch studies",  # runs in child processes; a command says which
     "callables": f"{FACTS} measure observe launch commands",
     "report": "errors error_texts secrets readable records report",  # with each command's page
     "notebook": "temporary records report",
-    "compat": f"{FACTS} frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
-    "commands": f"{FACTS} frameworks engine measure observe patching launch studies report cli commands __init__",
-    "cli": f"{FACTS} engine measure observe patching launch studies report cli commands __init__",
+    "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
+    "commands": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
+    "cli": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
     "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
@@ -456,6 +456,60 @@ def test_dtype_names_stay_in_their_files() -> None:
     assert set(found) == set(DTYPE_EXCEPTIONS), found
 
 
+# --- 8a. a framework's name stands in its own folders alone ---
+
+OTHER_FRAMEWORK = re.compile(r"keras|tensorflow|paddle|(?<![a-z])jax", re.IGNORECASE)
+FRAMEWORK_FOLDERS = ("frameworks/", "launch/keras/", "launch/paddle/", "patching/keras.py", "patching/paddle.py")
+FRAMEWORKS_NAMED = {
+    # path: why a framework is named outside its own folders
+    "launch/ranks/launched.py": "variables of a launcher, which are read before any framework is known",
+    "launch/ranks/leading.py": "the same variables",
+    "launch/targets.py": "a launcher's module, as it is typed",
+    "report/commands.py": "variables and words of a launcher in a command that is repeated",
+    "measure/environment.py": "names of environment variables that a record keeps",
+    "launch/recording.py": "a library that opens files in native code, in scripts of any framework",
+    "launch/spawned.py": "packages whose processes do not train, in scripts of any framework",
+    "observe/source_lines.py": "folders of libraries on the stack of a PyTorch operation",
+    "observe/tracer.py": "the same",
+    "observe/audit/observer.py": "a library on PyTorch, whose layers an audit names",
+    "observe/audit/causes.py": "what to write in that library",
+    "patching/make.py": "which of the styles a script is patched in",
+    "patching/text.py": "names of these styles",
+    "patching/reading.py": "what the calls of each library do",
+    "records/run.py": "the libraries in the records of this version",
+    "commands/check/patches.py": "a patch of the library's own mixed precision",
+    "commands/diagnose/fixes.py": "what a library cannot do",
+    "commands/diagnose/words.py": "what a library cannot do",
+    "commands/fallback/find.py": "what a library cannot do",
+    "commands/tune/command.py": "what is not predicted of a library",
+    "policy.py": "the names that a library has for the presets, which the command line accepts before any framework is known",
+}
+
+
+def frameworks_named(source: str) -> list[str]:
+    """Return the names of frameworks beside PyTorch in code: in identifiers, imports, and strings that document nothing."""
+    found = []
+    documented = {id(node.value) for node in nodes_of(source) if isinstance(node, ast.Expr)}
+    for node in nodes_of(source):
+        texts = [
+            str(value)
+            for name, value in ast.iter_fields(node)
+            if name in ("id", "attr", "arg", "name", "asname", "module")
+        ]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            texts.append(node.value)
+        found += [text for text in texts if OTHER_FRAMEWORK.search(text)]
+    return found
+
+
+def test_a_framework_is_named_in_its_own_folders() -> None:
+    snippet = '"""Not keras."""\nimport jax\nas_paddle = 1\nx.keras = "tensorflow"\n'
+    assert frameworks_named(snippet) == ["jax", "as_paddle", "keras", "tensorflow"]
+    outside = {path: source for path, source in SOURCES.items() if not path.startswith(FRAMEWORK_FOLDERS)}
+    found = {path: names for path, source in outside.items() if (names := frameworks_named(source))}
+    assert set(found) == set(FRAMEWORKS_NAMED), found
+
+
 # --- 8b. no file reaches into an object of another file ---
 
 REACH = re.compile(r"mezzo/(\S+?):\d+: error: mezzo\.(\S+)  \[reach\]")
@@ -642,7 +696,7 @@ SENTENCES_READ = {
     "cli/usage.py": "errors of click and pydantic, and the command that was typed",
     "launch/recording.py": "Python's tracebacks",
     "launch/ranks/blame.py": "faulthandler's tracebacks",
-    "launch/guard.py": "the kernel's /proc/PID/status",
+    "children/guard.py": "the kernel's /proc/PID/status",
     "notebook.py": "Python's NameError in the output of a cell",
     "measure/predict/script/tapes.py": "errors of Python and the output of the process that traced",
     "devices.py": "names of GPUs",
@@ -774,6 +828,7 @@ def _assigned(source: str) -> Iterator[tuple[str, ast.expr]]:
 SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
 SAME_FOR_EACH_TRACKER = "report/tracking/"
 SAME_EVERYWHERE = {
+    "FRAMEWORK": "the description of each framework",
     "HELP": "what the parser reads of each command",
     "KINDS": "the kinds of objects that a file of a snapshot restores",
 }

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.records import AnyRecord, RunRecord, write_record
 from mezzo.studies.finished import Finished
 from mezzo.studies.loop import Done, Study, Wanted, carry_out

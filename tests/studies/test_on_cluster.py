@@ -14,8 +14,8 @@ from typing import Literal
 
 import pytest
 
+from mezzo.children.signals import stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.records import CheckRecord, CompareRecord, FallbackRecord, RunRecord, read_record, write_record
 from mezzo.studies import on_cluster as engine
 from paths import SCRIPTS

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from helpers_waiting import LONGEST_S, until
+from mezzo.children.signals import stoppable
 from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.records import Placement, RunRecord
 from mezzo.studies import side_by_side as engine
 from mezzo.studies.side_by_side import Slot, listed_gpus, slots, visible_gpus

@@ -55,8 +55,8 @@ def machine_of(engine: Engine, folder: Path) -> Machine:
 
 
 def _of_worker(engine: Engine, folder: Path) -> Facts:
+    from mezzo.children.signals import stoppable
     from mezzo.launch.request import Request
-    from mezzo.launch.signals import stoppable
 
     worker_folder = (folder / "worker").absolute()
     facts_file = worker_folder / "facts.json"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.main import get_command
 
+from mezzo.children.signals import Stopped
 from mezzo.cli.script import with_groups
 from mezzo.cli.shown_help import HELP_FLAGS, PAGES, Commands, DocumentedCommand, HelpPage, ScriptCommand
 from mezzo.cli.usage import usage_error
@@ -29,7 +30,6 @@ from mezzo.commands.tune import command as tune
 from mezzo.commands.watch import command as watch
 from mezzo.errors import MezzoError
 from mezzo.launch.ranks.launched import REASON
-from mezzo.launch.signals import Stopped
 from mezzo.secrets import hidden_text, secrets_among
 from mezzo.version import VERSION
 

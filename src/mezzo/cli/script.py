@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 
+from mezzo.children.signals import Stop, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder, resumed_folder
@@ -25,13 +26,11 @@ from mezzo.cli.progress import shown
 from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import RESUME, resuming, target_of, typed, typed_before
 from mezzo.errors import UsageError
-from mezzo.launch.signals import Stop, stoppable
 from mezzo.readable import readable
 from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
-    from mezzo.launch.frameworks import Framework
     from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
@@ -62,9 +61,9 @@ class Script:
         return "module" if self.as_module else "script"
 
     @property
-    def framework(self) -> Framework:
+    def framework(self) -> str:
         """The framework that the script trains in."""
-        from mezzo.launch.frameworks import framework_of
+        from mezzo.frameworks import framework_of
 
         return framework_of(self.target, kind=self.kind)
 
@@ -122,7 +121,7 @@ class Script:
 
     def identity(self, **more: str) -> dict[str, str]:
         """Return what must not change for an interrupted command to continue; ``more`` are options of the command."""
-        from mezzo.launch.frameworks import own_sources
+        from mezzo.children.script_text import own_sources
         from mezzo.measure.environment import package_version, variables_that_compute
         from mezzo.measure.standard_input import digest_of_input
 
@@ -167,7 +166,7 @@ class Script:
 
 def keep_input_for(target: str, *, as_module: bool) -> None:
     """Save what a script reads from standard input, so that each of its runs can read it."""
-    from mezzo.launch.frameworks import own_sources
+    from mezzo.children.script_text import own_sources
     from mezzo.measure.standard_input import keep_input
 
     keep_input(own_sources(target, kind="module" if as_module else "script"), say=results.note)
@@ -289,8 +288,8 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
     Raises:
         UsageError: the script is to keep its own precision, and Apex's loss scale would be mistaken for part of the loss.
     """
-    from mezzo.launch.frameworks import needs
-    from mezzo.launch.request import WITHOUT_AMP, StandIn
+    from mezzo.children.script_text import needs
+    from mezzo.launch.request import StandIn
     from mezzo.records import Reason
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
@@ -306,7 +305,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
             hint=f"type: {instead}, or, without a record: {alone}",
         )
     why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
-    return StandIn(module=_RUNS, options=(WITHOUT_AMP,), reason=Reason(what="apex.amp", value="off", reason=why))
+    return StandIn(module=_RUNS, reason=Reason(what="apex.amp", value="off", reason=why))
 
 
 def _is_installed(name: str) -> bool:

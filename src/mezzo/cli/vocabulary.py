@@ -1,33 +1,8 @@
-"""The words of help and errors: an example of each value, options that were renamed, names that other tools have for ours."""
+"""The words of help and errors: an example of each value, and what to type for the words of other tools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Renamed:
-    """An option of an older Mezzo, as it was typed and as it is typed now."""
-
-    commands: tuple[str, ...]
-    old: str
-    new: str
-
-
-RENAMED = (
-    Renamed(commands=("compare",), old="--gpu t4,l4", new="--gpus t4,l4"),
-    Renamed(commands=("tune",), old="--repeats 3", new="--seeds 3"),
-    Renamed(
-        commands=("check", "compare", "fallback", "tune"), old="--resume --out runs/mine", new="--resume runs/mine"
-    ),
-    Renamed(commands=("compare",), old="--timeout 600", new="--timeout 600s"),
-    Renamed(commands=("check", "tune"), old="--budget 600", new="--budget 600s"),
-    Renamed(commands=("run",), old="--snapshot 300", new="--snapshot 300s"),
-    Renamed(commands=("resume-check",), old="--notice 10", new="--notice 10s"),
-    Renamed(commands=("audit",), old="--steps 3,10", new="--at 3,10"),
-)
-"""docs/commands.md shows this table."""
 
 COUNTERPARTS: Mapping[str, str] = {
     "--policy": "--policies",
@@ -70,7 +45,7 @@ OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--html": (("--open",),),
     "--device": (("--gpu",), ("--gpus",)),
 }
-"""Names that older versions and other tools have for our options: the first of ours that the command has is meant, with its value."""
+"""Names that other tools have for our options: the first of ours that the command has is meant, with its value."""
 
 COMMANDS: Mapping[str, str] = {
     "train": "run",

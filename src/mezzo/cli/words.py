@@ -168,7 +168,7 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
     target = target_of(name, arguments, module=module)
     if "--" in target.typed:
         return arguments
-    from mezzo.launch.frameworks import own_sources
+    from mezzo.children.script_text import own_sources
 
     sources = list(own_sources(name, kind="module" if module else "script"))
     if not sources or any(_PARSERS_OF_LIBRARIES.search(source) for source in sources):

@@ -8,14 +8,20 @@ scale without bounds. There are no op lists: each layer's code decides what it c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
 
 from mezzo import oplists
+from mezzo.children.script_text import Kind, own_trees
 from mezzo.errors import PolicyError
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import BF16, FP32
+from mezzo.frameworks import Framework
 from mezzo.policy import NAMES_ELSEWHERE, PRESETS, Policy
 
 INITIAL_SCALE = 2.0**15
@@ -254,3 +260,116 @@ def _new_scale(scale: float | None, policy: Policy | None, own: Policy | None) -
         return scale
     scaled = own is not None and (own.loss_scale, own.init_scale) == ("dynamic", policy.init_scale)
     return None if scaled else policy.init_scale
+
+
+_VARIABLE = "KERAS_BACKEND"
+_DEFAULT = "tensorflow"
+
+
+def backend_of(target: str, *, kind: Kind, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of the backend; None if the script chooses it while it runs.
+
+    Args:
+        target: the script, or the module's dotted name.
+        kind: which of the two ``target`` is.
+        environment: the environment variables of the script.
+    """
+    found: set[str | None] = set()
+    for tree in own_trees(target, kind=kind):
+        found |= set(_chosen_in(tree, environment.get(_VARIABLE)))
+    if found:
+        return found.pop() if len(found) == 1 else None
+    return environment.get(_VARIABLE) or _configured(environment)
+
+
+def _chosen_in(tree: ast.AST, inherited: str | None) -> Iterator[str | None]:
+    """Yield the backends that a file may choose; None for one that its text does not tell."""
+    named = {id(n) for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == _VARIABLE}
+    for stmt in getattr(tree, "body", []):  # what runs whatever the script is told
+        if isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):
+            name = id(stmt.targets[0].slice)
+            if name in named:
+                named.discard(name)
+                yield _text(stmt.value)
+        elif isinstance(stmt, ast.Expr) and _is_setdefault(stmt.value) and id(stmt.value.args[0]) in named:
+            named.discard(id(stmt.value.args[0]))
+            yield inherited or _text(stmt.value.args[1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            named.discard(id(node.slice))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr in ("get", "getenv"):  # which read it
+                named.discard(id(node.args[0]))
+            elif node.func.attr == "set_backend":
+                yield None
+    if named:  # it is set in another way, or only under a condition
+        yield None
+
+
+def _is_setdefault(value: ast.expr) -> TypeGuard[ast.Call]:
+    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and len(value.args) == 2
+    return is_call and value.func.attr == "setdefault"  # type: ignore[attr-defined]
+
+
+def _text(value: ast.expr) -> str | None:
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def _configured(environment: Mapping[str, str]) -> str:
+    """Return the backend that Keras' own file names, or Keras' default."""
+    home = environment.get("KERAS_HOME") or str(Path(environment.get("HOME", "~")).expanduser() / ".keras")
+    try:
+        named = json.loads((Path(home) / "keras.json").read_text(encoding="utf-8")).get("backend")
+    except (OSError, ValueError, AttributeError):
+        return _DEFAULT
+    return named if isinstance(named, str) else _DEFAULT
+
+
+def stage_on(backend: str | None) -> str:
+    """Return the form of a script on a backend, as refusals name it; ``Keras`` for a backend that is not known."""
+    named = f"Keras on {backend}"
+    return named if named in FRAMEWORK.stages else FRAMEWORK.title
+
+
+_LINES = {
+    "new scaler": "",  # the optimizer scales, by the dtype policy of the layers
+    "scaler": "",
+    "autocast off": "",  # the dtype of layers
+    "own bf16": "",
+    "cast": 'x = keras.ops.cast(x, "float32")  # before this line',
+    "check data": "assert np.isfinite(batch).all()",
+    "clip": "clipnorm=1.0  # argument of the optimizer",
+    "not empty": "if keras.ops.size(x):",
+    "of all": "y = keras.ops.std(x)",
+    "at least": "x = keras.ops.maximum(x, 1e-6)",
+    "mask after": 'y = keras.ops.where(mask, float("-inf"), x / t)',
+    "mask finite": "x = keras.ops.where(mask, -1e30, x)",
+    "mask before": "y = p * keras.ops.where(p == 0, 0.0, logs)",
+    "root at 0": "y = keras.ops.sqrt(keras.ops.maximum(x, {end}))",
+    "root": "y = keras.ops.sqrt(x + {end})",
+    "rsqrt": "y = keras.ops.rsqrt(x + {end})",
+    "log": "y = keras.ops.log(keras.ops.maximum(x, {end}))",
+    "log1p": "y = keras.ops.log1p(keras.ops.maximum({x}, -1 + 1e-6))",
+    "div": "y = a / keras.ops.where(keras.ops.abs(b) < 1e-6, 1.0, b)",
+    "pow": "y = keras.ops.power(keras.ops.maximum(x, {end}), p)",
+    "norm": "y = keras.ops.sqrt(keras.ops.sum(x * x, -1) + {end})",
+    "exp": "y = keras.ops.exp(keras.ops.minimum(x, {end}))",
+    "acos": "y = keras.ops.arccos(keras.ops.clip({x}, -1 + 1e-6, 1 - 1e-6))",
+    "softmax": "mask = keras.ops.logical_or(mask, ~keras.ops.any(mask, -1, keepdims=True))",
+}
+_OBSERVED = frozenset(("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback"))
+FRAMEWORK = Framework(
+    title="Keras",
+    stages={
+        "Keras on torch": _OBSERVED | {"mezzo tune"},
+        "Keras on tensorflow": frozenset(("mezzo audit", "mezzo diagnose")),
+        "Keras on jax": frozenset(),
+        "Keras": _OBSERVED,
+    },
+    stage_of=lambda target, kind: stage_on(backend_of(target, kind=kind)),
+    elsewhere=f"{_VARIABLE}=torch mezzo {{command}} {{target}} runs the same script on PyTorch, if it only uses Keras",
+    training_call="applied gradients by a Keras optimizer",
+    not_seen="TensorFlow's own optimizers are not seen",
+    in_fp32='keras.ops.cast(x, "float32")',
+    lines=_LINES,
+)

@@ -16,6 +16,7 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out, loss_scale, modules, weights
 from mezzo.formats import BF16, FP16
+from mezzo.frameworks import Framework
 from mezzo.oplists import Precision
 from mezzo.policy import PRESETS, Policy
 
@@ -490,3 +491,38 @@ def for_scripts(policy: Policy) -> Policy:
     excepted = {*policy.fp32, *policy.widest, *policy.lower, *_LOSSES, *(_NORMS if policy.norms == "fp32" else ())}
     lower = (*policy.lower, *(family for family in OPS if family not in excepted))
     return policy.replace(casting="ops", master_weights=False, norms="fp32", lower=lower)
+
+
+_LINES = {
+    "new scaler": "scaler = paddle.amp.GradScaler()  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
+    "scaler": "scaler = paddle.amp.GradScaler(init_loss_scaling={end})",
+    "autocast off": 'with paddle.amp.auto_cast(enable=False):  # in their forward, on x.astype("float32")',
+    "own bf16": 'paddle.amp.auto_cast(dtype="bfloat16")  # and no GradScaler',
+    "cast": 'x = x.astype("float32")  # before this line',
+    "check data": "assert paddle.isfinite(batch).all()",
+    "clip": "paddle.nn.utils.clip_grad_norm_(parameters, 1.0)",
+    "not empty": "if x.size:",
+    "of all": "y = x.std(unbiased=False)",
+    "at least": "x = x.clip(min=1e-6)",
+    "mask finite": "x = x.masked_fill(mask, paddle.finfo(x.dtype).min)",
+    "root at 0": "y = paddle.sqrt(x.clip(min={end}))",
+    "root": "y = paddle.sqrt(x + {end})",
+    "rsqrt": "y = paddle.rsqrt(x + {end})",
+    "log": "y = paddle.log(x.clip(min={end}))",
+    "log1p": "y = paddle.log1p({x}.clip(min=-1 + 1e-6))",
+    "div": "y = a / paddle.where(b.abs() < 1e-6, 1.0, b)",
+    "pow": "y = x.clip(min={end}).pow(p)",
+    "norm": "y = ((x * x).sum(-1) + {end}).sqrt()",
+    "exp": "y = x.clip(max={end}).exp()",
+    "acos": "y = {x}.clip(-1 + 1e-6, 1 - 1e-6).acos()",
+    "softmax": "mask = mask & ~mask.all(-1, keepdim=True)",
+}
+FRAMEWORK = Framework(
+    title="Paddle",
+    stages={"Paddle": frozenset(("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback"))},
+    stage_of=lambda target, kind: "Paddle",
+    training_call="called backward()",
+    not_seen="static graphs are not seen",
+    in_fp32='x.astype("float32")',
+    lines=_LINES,
+)

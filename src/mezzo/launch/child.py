@@ -10,8 +10,10 @@ import atexit
 import concurrent.futures.thread
 import errno
 import hashlib
+import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
@@ -20,15 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo.as_python import run_as_python
+from mezzo.children.as_python import run_as_python
+from mezzo.children.script_text import names_cuda, spec_of
+from mezzo.children.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.errors import MezzoError, ScriptError
-from mezzo.launch.frameworks import Framework, names_cuda, spec_of
+from mezzo.frameworks import IMPORTED_AS, framework_called
 from mezzo.launch.patches import Patches
 from mezzo.launch.progress import REPORT_EVERY_S, reports_to
 from mezzo.launch.ranks.blame import write_position_on_signal
 from mezzo.launch.recording import Ending, MetricReader, MetricStream, files_read, guarded, record_of
 from mezzo.launch.request import NO_RECORD, Request, ScriptFile
-from mezzo.launch.signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.training import StepLimit, Training, training_in
 from mezzo.measure.environment import surroundings
@@ -36,30 +39,33 @@ from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
 
+_COMPILER = "torch._dynamo"
+"""Imported before the script only where runs are forked."""
+_READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
+"""Environment variables that torch's compiler reads when it is imported and never again; it reads and sets its cache's folder later."""
 _FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 """Errors of a full disk, or of one on which the user may write no more."""
 
 
-def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
-    """Run the script of the request in ``argv`` and return the exit code.
-
-    Args:
-        argv: the request, as returned by ``Request.packed``.
-        late_settings: called at the end; returns the settings that the script made too late to take effect.
-    """
+def main(argv: list[str]) -> int:
+    """Run the script of the request in ``argv``, as returned by ``Request.packed``, and return the exit code."""
     try:
-        return _run(argv, late_settings)
+        return _run(argv)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         return NO_RECORD  # the command says why
 
 
-def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
+def _run(argv: list[str]) -> int:
+    compiler_settings = _compiler_settings() if _COMPILER in sys.modules else None
     reopen_input()
     request = Request.unpacked(argv[0])
-    pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
-    shell = surroundings()
+    pid, path, shell = (
+        os.getpid(),
+        Path(request.record_path).absolute(),
+        surroundings(),
+    )  # before the script changes them
     _prepare_process(request)
     with interrupts_kill():
         train = training_in(request.framework)
@@ -70,9 +76,6 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
         files_read(request.compared_since_s) as files,
         _recording_spawned(request, training) as spawned,
     ):
-        if request.reports_progress:
-            first = None if request.compared_since_s is None else request.updated_file
-            training.report_to(reports_to(request.progress_file, first=first), every_s=REPORT_EVERY_S)
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
@@ -95,7 +98,7 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
             shell=shell,
             ran=(started_at_s, duration_s),
             digest=digest,
-            late_settings=late_settings(),
+            late_settings=_late_settings(compiler_settings),
             files_read=files.found,
             metric=reader.metric() if reader else None,
             input_elements=input_elements(),
@@ -111,11 +114,23 @@ def _run(argv: list[str], late_settings: Callable[[], list[Reason]]) -> int:
     if merged is not record and isinstance(error, ScriptError):  # the processes that the script started have trained
         exit_code, error = 0, None
     _print_summary(error, merged)
-    signalled = isinstance(error, EndedBySignal)
-    ended_early = training.observer is not None or stopped or training.stopped_by_guard is not None
-    if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
-        _exit_without_shutdown(exit_code, run_atexit=not signalled)
+    _exit_if_ended_early(
+        exit_code, error, stopped=stopped or training.observer is not None or training.stopped_by_guard is not None
+    )
     return exit_code
+
+
+def _compiler_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
+
+
+def _late_settings(before: dict[str, str] | None) -> list[Reason]:
+    """Return the compiler's variables that were set after its import, by a package: a script that names one has it imported later."""
+    if before is None:
+        return []
+    why = "it was set while the script ran, after the compiler had read it: set it in the shell"
+    changed = sorted(before.items() ^ _compiler_settings().items())
+    return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
 
 
 def _prepare_process(request: Request) -> None:
@@ -141,7 +156,7 @@ def _recording_spawned(request: Request, training: Training) -> Iterator[Spawned
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
     # The comparison of gradients that a fallback search makes follows one process.
-    if request.framework in ("torch", "paddle") and not isinstance(request.observe, FallbackSettings):
+    if training.follows_processes and not isinstance(request.observe, FallbackSettings):
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)
@@ -168,15 +183,18 @@ def _in_one_line(findings: list[Finding]) -> str:
     return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
-def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
-    """End the process without Python's own shutdown, as a signal would.
+def _exit_if_ended_early(exit_code: int, error: BaseException | None, *, stopped: bool) -> None:
+    """End the process without Python's own shutdown if a signal ended the script, or if Mezzo ``stopped`` it while daemon threads run.
 
-    A script that was ended early needs this as well: with daemon threads running, Python's shutdown would abort in native code.
-
-    Args:
-        exit_code: the exit code of the process.
-        run_atexit: whether to run the script's ``atexit`` functions.
+    With these, Python's shutdown would abort in native code.
     """
+    signalled = isinstance(error, EndedBySignal)
+    if signalled or (stopped and any(thread.daemon for thread in threading.enumerate())):
+        _exit_without_shutdown(exit_code, run_atexit=not signalled)
+
+
+def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
+    """End the process as a signal would; ``run_atexit``: after the script's ``atexit`` functions."""
     if run_atexit:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -204,6 +222,9 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
 
 
 def _begin(request: Request, training: Training) -> None:
+    if request.reports_progress:
+        first = None if request.compared_since_s is None else request.updated_file
+        training.report_to(reports_to(request.progress_file, first=first), every_s=REPORT_EVERY_S)
     if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots, _file_of(request))
@@ -219,10 +240,8 @@ while holding the GIL, which that thread needs to release the last all-reduce (t
 
 def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
-        words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
-        sys.argv = [request.stand_in.module, *words]
-        namespace = run_as_python(request.stand_in.module, module=True)
-    elif run_file is not None:
+        importlib.import_module(request.stand_in.module).provide(without_amp=True)
+    if run_file is not None:
         script = _file_of(request)
         sys.path[0] = script.folder
         namespace = run_file(script)
@@ -276,8 +295,11 @@ def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
             hint="pass arguments that make it train until its first update; --policy as-is shows whether a loss scale of its own skips "
             "updates that are not finite",
         )
-    what, unseen = _TRAINING_CALLS[request.framework]
-    others = [name for name in _TRAINING_CALLS if name != "torch" and name in sys.modules]
+    what, not_seen = "called backward()", "torch.func's gradients are not seen"
+    if request.framework != "torch":
+        framework = framework_called(request.framework)
+        what, not_seen = framework.training_call, framework.not_seen
+    others = [name for name in IMPORTED_AS if name in sys.modules]
     if request.framework == "torch" and others:
         return ScriptError(
             f"{request.target} ended without a training step in PyTorch. A package imported {others[0]}, but no file of the script does, "
@@ -286,16 +308,8 @@ def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
         )
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
-        hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
+        hint=f"pass the script that trains, with the arguments that make it train; {not_seen}",
     )
-
-
-_TRAINING_CALLS: dict[Framework, tuple[str, str]] = {
-    "torch": ("called backward()", "torch.func's gradients are not seen"),
-    "keras": ("applied gradients by a Keras optimizer", "TensorFlow's own optimizers are not seen"),
-    "paddle": ("called backward()", "static graphs are not seen"),
-}
-"""The call that makes a training step in each framework, and a way to train that is not seen."""
 
 
 def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptError:

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from mezzo.children.signals import EndedBySignal
 from mezzo.error_texts import advice_for
 from mezzo.errors import MezzoError, NoKernelError
 from mezzo.launch.patches import Patches, after_import
 from mezzo.launch.request import Request, policy_text
-from mezzo.launch.signals import EndedBySignal
 from mezzo.launch.training import Training
 from mezzo.library_files import is_library_file
 from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, FileRead, Metric, RankRun, Reason, RunRecord

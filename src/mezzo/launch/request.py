@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic_core import PydanticSerializationError
 
-from mezzo.launch.frameworks import Framework
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AlarmKind, GuardAction, Placement, Reason
@@ -18,8 +17,6 @@ _FILE_PREFIX = "@"
 """Begins a word that is the name of a file with the request, not the request itself."""
 NO_RECORD = 74
 """The exit code of a child process that could not write its record."""
-WITHOUT_AMP = "--without-amp"
-"""Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
 _LONGEST_BYTES = 100_000
 """Linux allows 131072 bytes per word; a script's arguments may be the names of thousands of files."""
 
@@ -34,13 +31,11 @@ def _read(value: Policy | str | None) -> Policy | None:
 
 
 class StandIn(BaseModel):
-    """A module that runs the script and provides a package that is not installed."""
+    """A module whose ``provide`` makes a package importable that is not installed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     module: str
-    options: tuple[str, ...]
-    """The words before the script's name."""
     reason: Reason
     """The entry for the record."""
 
@@ -54,7 +49,7 @@ class Request(BaseModel):
     """Path of a script, or the name of a module."""
     kind: Literal["script", "module"]
     arguments: tuple[str, ...] = ()
-    framework: Framework = "torch"
+    framework: str = "torch"
     stand_in: StandIn | None = None
     policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
     """None leaves the script's own precision alone. In JSON it is the text that records contain."""

@@ -18,20 +18,22 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from mezzo.children.fork_server import Starter, child_command
+from mezzo.children.signals import Guarded, Process, Stop, Stopped, stoppable
 from mezzo.errors import RecordError, ScriptError
-from mezzo.launch.fork_server import Starter, child_command
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.blame import POSITION_SIGNAL, wait_for_position
 from mezzo.launch.ranks.launched import REASON
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.request import NO_RECORD, Request, policy_text
-from mezzo.launch.signals import Guarded, Process, Stop, Stopped, stoppable
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
+_PROGRAMS = ("mezzo.launch.child", "mezzo.launch.torch")
+"""What a process imports from which runs are forked: the program of a child, and the framework of these runs."""
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _STOPPED_S = 5.0
 """Time for a process to end once it is stopped because the run is over in another process."""
@@ -56,10 +58,7 @@ def shared_imports(*, prints_why_not: bool = True, variables: Mapping[str, str] 
         prints_why_not: whether to print the reason to standard error if they cannot.
         variables: environment variables of all these runs, which override the command's.
     """
-    if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
-        yield
-        return
-    starter = Starter(variables)
+    starter = Starter(*_PROGRAMS, environment={**os.environ, **variables} if variables else None)
     token = _STARTER.set(starter)
     try:
         with stoppable() as stop:
@@ -75,8 +74,7 @@ def import_ahead(request: Request) -> None:
     """Begin the imports that the runs share, if they do, for runs like ``request``, while the command does something else."""
     starter = _STARTER.get()
     if starter is not None and request.framework == "torch":
-        Path(request.record_path).parent.mkdir(parents=True, exist_ok=True)
-        starter.begin(request)
+        starter.begin(request.target, kind=request.kind)
 
 
 def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:
@@ -193,11 +191,11 @@ def _run(
 def _start(request: Request, sink: IO[bytes] | None) -> Process:
     starter = _STARTER.get()
     if starter is not None and sink is not None and request.framework == "torch" and not request.output_to_stderr:
-        forked = starter.start(request, sink=sink)
+        forked = starter.start(request.packed(), request.target, kind=request.kind, sink=sink)
         if forked is not None:
             return forked
     stdout = _STANDARD_ERROR if request.output_to_stderr else sink
-    command = child_command(request.packed())
+    command = child_command(_PROGRAMS[0], request.packed())
     env = None if request.snapshots is None else {**os.environ, "PYTHONHASHSEED": request.snapshots.hash_seed}
     return Guarded(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT, env=env)
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mezzo.launch.frameworks import names_cuda
+from mezzo.children.script_text import names_cuda
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.merged import for_rank, merged, run_of

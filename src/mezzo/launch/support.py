@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, TypeAlias, TypeGuard
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 
+from mezzo.children.script_text import Kind
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of, own_trees
+from mezzo.frameworks import IMPORTED_AS, framework_called, framework_of
 
 if TYPE_CHECKING:
     from mezzo.launch.patches import Patches
@@ -20,79 +16,56 @@ if TYPE_CHECKING:
     from mezzo.records import Finding, OutOfMemory
 
 
-Stage: TypeAlias = Literal["PyTorch", "Keras on torch", "Keras on tensorflow", "Keras on jax", "Keras", "Paddle"]
-"""A framework, and Keras' backend; ``Keras`` alone if the script chooses its backend while it runs."""
-
-_ALL: tuple[Stage, ...] = ("PyTorch", "Keras on torch", "Keras on tensorflow", "Keras on jax", "Keras", "Paddle")
-_INSPECTED: tuple[Stage, ...] = ("PyTorch", "Keras on torch", "Keras", "Paddle")
-"""Where single operations are seen; under ``Keras`` alone, the run itself decides."""
-_ON_TORCH = "KERAS_BACKEND=torch mezzo {command} {target} runs the same script on PyTorch, if it only uses Keras"
+_PYTORCH = "PyTorch"
 
 
-@dataclass(frozen=True)
-class _Limited:
+class _Limited(NamedTuple):
     """A command or an option that not every framework supports."""
 
-    stages: tuple[Stage, ...]
     why: str
-    hint: str
+    hint: str = ""
+    """What to do instead; empty where the framework knows another of its forms."""
 
 
-_TORCH: tuple[Stage, ...] = ("PyTorch",)
-_TORCHES: tuple[Stage, ...] = ("PyTorch", "Keras on torch")
 _LIMITED: dict[str, _Limited] = {
-    "mezzo audit": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their operations", _ON_TORCH),
-    "mezzo diagnose": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their values", _ON_TORCH),
-    "mezzo ranges": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
-    "mezzo fallback": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
+    "mezzo audit": _Limited("compiled steps hide their operations"),
+    "mezzo diagnose": _Limited("compiled steps hide their values"),
+    "mezzo ranges": _Limited("compiled steps hide their values"),
+    "mezzo fallback": _Limited("compiled steps hide their values"),
     "mezzo predict": _Limited(
-        _TORCH,
         "it traces the steps of torch.optim without numbers",
         "type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be",
     ),
     "mezzo tune": _Limited(
-        _TORCHES, "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
+        "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
     ),
     "mezzo resume-check": _Limited(
-        _TORCH,
         "it traces the state of torch.optim and of torch's DataLoader",
         "stop and resume the script manually, and compare its losses",
     ),
     "mezzo watch": _Limited(
-        _TORCH, "it measures what PyTorch waits for", "mezzo run --policy as-is records the time of every step"
+        "it measures what PyTorch waits for", "mezzo run --policy as-is records the time of every step"
     ),
     "--guard": _Limited(
-        _TORCH, "it returns PyTorch's state to a snapshot", "leave --guard out, and use the framework's own callbacks"
+        "it returns PyTorch's state to a snapshot", "leave --guard out, and use the framework's own callbacks"
     ),
-    "--snapshot": _Limited(
-        _TORCH, "it saves PyTorch's state", "leave --snapshot out, and use the framework's own checkpoints"
-    ),
-    "--resume": _Limited(
-        _TORCH, "it restores PyTorch's state", "leave --resume out, and use the framework's own checkpoints"
-    ),
-    "--channels-last": _Limited(_TORCH, "it changes PyTorch models", "leave --channels-last out"),
-    "--compile": _Limited(_TORCH, "it is torch.compile", "leave --compile out"),
-    "--checkpoint": _Limited(_TORCH, "it is PyTorch's activation checkpointing", "leave --checkpoint out"),
+    "--snapshot": _Limited("it saves PyTorch's state", "leave --snapshot out, and use the framework's own checkpoints"),
+    "--resume": _Limited("it restores PyTorch's state", "leave --resume out, and use the framework's own checkpoints"),
+    "--channels-last": _Limited("it changes PyTorch models", "leave --channels-last out"),
+    "--compile": _Limited("it is torch.compile", "leave --compile out"),
+    "--checkpoint": _Limited("it is PyTorch's activation checkpointing", "leave --checkpoint out"),
 }
 """What is not here takes scripts in every framework."""
 LIMITED = tuple(_LIMITED)
 
 
-def stage_of(target: str, *, kind: Literal["script", "module"]) -> Stage:
-    """Return the framework of a script or module, with Keras' backend."""
+def stage_of(target: str, *, kind: Kind) -> str:
+    """Return the framework of a script or module, in the form in which it trains, as refusals name it."""
     framework = framework_of(target, kind=kind)
-    if framework == "torch":
-        return "PyTorch"
-    return "Paddle" if framework == "paddle" else on_backend(backend_of(target, kind=kind))
+    return _PYTORCH if framework == "torch" else framework_called(framework).stage_of(target, kind)
 
 
-def on_backend(backend: str | None) -> Stage:
-    """Return the stage of a Keras script on a backend; ``Keras`` for one that is not known."""
-    named = f"Keras on {backend}"
-    return next((stage for stage in _ALL if stage == named), "Keras")
-
-
-def refusal(feature: str, stage: Stage, *, target: str = "...") -> ScriptError | None:
+def refusal(feature: str, stage: str, *, target: str = "...") -> ScriptError | None:
     """Return why a command or an option does not take scripts in a framework; None if it does.
 
     Args:
@@ -101,92 +74,35 @@ def refusal(feature: str, stage: Stage, *, target: str = "...") -> ScriptError |
         target: the script, for the command that the hint writes.
     """
     limited = _LIMITED.get(feature)
-    if limited is None or stage in limited.stages:
+    if limited is None or stage == _PYTORCH:
         return None
-    allowed = ", ".join(one for one in _ALL if one in limited.stages and one != "Keras")
+    frameworks = [framework_called(name) for name in IMPORTED_AS]
+    taken = [
+        (one, framework) for framework in frameworks for one, takes in framework.stages.items() if feature in takes
+    ]
+    if any(one == stage for one, _ in taken):
+        return None
+    known = [one for one, framework in taken if one != framework.title or len(framework.stages) == 1]
+    own = next(framework for framework in frameworks if stage in framework.stages)
     return ScriptError(
-        f"{feature} was given for a {stage} script, and {limited.why}; allowed: {allowed} scripts",
-        hint=limited.hint.format(command=feature.removeprefix("mezzo "), target=target),
+        f"{feature} was given for a {stage} script, and {limited.why}; allowed: {', '.join([_PYTORCH, *known])} scripts",
+        hint=(limited.hint or own.elsewhere).format(command=feature.removeprefix("mezzo "), target=target),
     )
-
-
-_VARIABLE = "KERAS_BACKEND"
-_DEFAULT = "tensorflow"
-
-
-def backend_of(
-    target: str, *, kind: Literal["script", "module"], environment: Mapping[str, str] = os.environ
-) -> str | None:
-    """Return the name of the backend; None if the script chooses it while it runs.
-
-    Args:
-        target: the script, or the module's dotted name.
-        kind: which of the two ``target`` is.
-        environment: the environment variables of the script.
-    """
-    found: set[str | None] = set()
-    for tree in own_trees(target, kind=kind):
-        found |= set(_chosen_in(tree, environment.get(_VARIABLE)))
-    if found:
-        return found.pop() if len(found) == 1 else None
-    return environment.get(_VARIABLE) or _configured(environment)
-
-
-def _chosen_in(tree: ast.AST, inherited: str | None) -> Iterator[str | None]:
-    """Yield the backends that a file may choose; None for one that its text does not tell."""
-    named = {id(n) for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == _VARIABLE}
-    for stmt in getattr(tree, "body", []):  # what runs whatever the script is told
-        if isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):
-            name = id(stmt.targets[0].slice)
-            if name in named:
-                named.discard(name)
-                yield _text(stmt.value)
-        elif isinstance(stmt, ast.Expr) and _is_setdefault(stmt.value) and id(stmt.value.args[0]) in named:
-            named.discard(id(stmt.value.args[0]))
-            yield inherited or _text(stmt.value.args[1])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            named.discard(id(node.slice))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            if node.func.attr in ("get", "getenv"):  # which read it
-                named.discard(id(node.args[0]))
-            elif node.func.attr == "set_backend":
-                yield None
-    if named:  # it is set in another way, or only under a condition
-        yield None
-
-
-def _is_setdefault(value: ast.expr) -> TypeGuard[ast.Call]:
-    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and len(value.args) == 2
-    return is_call and value.func.attr == "setdefault"  # type: ignore[attr-defined]
-
-
-def _text(value: ast.expr) -> str | None:
-    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
-
-
-def _configured(environment: Mapping[str, str]) -> str:
-    """Return the backend that Keras' own file names, or Keras' default."""
-    home = environment.get("KERAS_HOME") or str(Path(environment.get("HOME", "~")).expanduser() / ".keras")
-    try:
-        named = json.loads((Path(home) / "keras.json").read_text(encoding="utf-8")).get("backend")
-    except (OSError, ValueError, AttributeError):
-        return _DEFAULT
-    return named if isinstance(named, str) else _DEFAULT
 
 
 class WithoutPyTorch:
     """The part of ``launch.training.Training`` that only PyTorch scripts support: an error if requested, empty otherwise."""
 
-    stage: ClassVar[Stage]
+    stage: ClassVar[str]
     """The framework, as refusals name it."""
+    follows_processes = False
     not_resumed = None
     run_file = None
     stopped_by_guard = None
 
     @property
     def has_any_loss(self) -> bool:
-        """Whether a loss was seen, even without an update; Keras reports a loss only with its update."""
+        """Whether a loss was seen, even without an update; unless the framework overrides it, only updates report a loss."""
         return False
 
     def _refuse(self, feature: str) -> NoReturn:

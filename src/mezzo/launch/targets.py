@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from mezzo.children.script_text import spec_of
 from mezzo.errors import UsageError
-from mezzo.launch.frameworks import spec_of
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:\.exe)?")
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")

@@ -12,7 +12,6 @@ from mezzo.observe.settings import StopScript
 
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
-    from mezzo.launch.frameworks import Framework
     from mezzo.launch.patches import Patches
     from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.measure.live import Report
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     )
 
 
-def training_in(framework: Framework) -> Switch:
+def training_in(framework: str) -> Switch:
     """Return the context that trains in ``framework``; imports that framework."""
     switch: Switch = importlib.import_module(f"mezzo.launch.{framework}").training
     return switch
@@ -85,6 +84,9 @@ class Training(Protocol):
         Raises:
             ScriptError: scripts of this framework cannot be stopped after a step.
         """
+
+    follows_processes: bool
+    """Whether processes that the script starts record their training as well."""
 
     not_resumed: MezzoError | None
     """Why a run that was to be resumed was not; known after ``end_snapshots``."""

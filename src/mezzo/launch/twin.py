@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mezzo.launch.guard import die_with_parent
+from mezzo.children.guard import die_with_parent
 from mezzo.launch.request import Request
 
 _NICE = 5

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from mezzo.children.signals import stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.records import AnyRecord, RunRecord, record_at
 from mezzo.studies.finished import Finished, with_digest
 from mezzo.studies.side_by_side import Engine, LimitS

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.errors import RecordError, UsageError
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, substitute_record
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 from mezzo.records.files import write_whole
 from mezzo.studies.finished import read_object

@@ -20,10 +20,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from mezzo.children.signals import Stop, Stopped, stoppable
 from mezzo.errors import UsageError
 from mezzo.launch import runner
 from mezzo.launch.request import Request
-from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.measure.environment import usable_cores
 from mezzo.records import AnyRecord, Placement
 

@@ -48,7 +48,7 @@ def printed(case: Case, form: str) -> str:
     )
     (offer,) = offers_for(record)
     assert offer.line is not None
-    return offer.line.torch
+    return offer.line.text("torch")
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16"])

@@ -25,7 +25,7 @@ def printed(op: str, *, phase: StepPhase = "backward", smallest: float = 0.1) ->
     )
     (offer,) = offers_for(record)
     assert offer.line is not None
-    return offer.line.torch
+    return offer.line.text("torch")
 
 
 def loss_and_gradients(line: str, name: str) -> list[float]:

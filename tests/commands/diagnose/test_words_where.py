@@ -9,7 +9,7 @@ import pytest
 from mezzo.commands.diagnose import offers
 from mezzo.commands.diagnose.offers import Offer
 from mezzo.commands.diagnose.words import TrainingStyle, applies, written
-from mezzo.frameworks import keras
+from mezzo.frameworks import framework_called, keras
 from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord
@@ -125,7 +125,7 @@ OWN = {"own_scaler": True}
 def test_a_line_of_the_script_has_a_place(
     offer: Offer, caller: TrainingStyle, fields: dict[str, object], where: str
 ) -> None:
-    line = "" if offer.line is None else offer.line.torch
+    line = "" if offer.line is None else offer.line.text("torch")
     assert written(offer, found(**fields), None, caller) == (line, where, "")
 
 
@@ -185,14 +185,16 @@ LINES += [domain.line({form}) for domain in (*offers.DOMAINS, offers.NO_ROOT) fo
 LINES += [offers.new_scaler(), offers.new_scaler(64.0)]
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.torch)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.text("torch"))
 def test_every_line_is_python_and_names_its_own_framework_alone(line: offers.ScriptLine) -> None:
-    for text, others in (
-        (line.torch, ("paddle", "keras")),
-        (line.keras, ("torch", "paddle")),
-        (line.paddle, ("torch", "keras")),
-    ):
+    for library in ("torch", "keras", "paddle"):
+        text = line.text(library)
         code = text.partition("  #")[0]
         ast.parse(f"{code} pass" if code.endswith(":") else code)
-        assert not any(other in text for other in others)
-    assert "clamp" not in line.paddle
+        assert not any(other in text for other in ("torch", "keras", "paddle") if other != library)
+    assert "clamp" not in line.text("paddle")
+
+
+def test_no_framework_has_a_line_of_another_name() -> None:
+    names = {line.name for line in LINES}
+    assert [sorted({*framework_called(name).lines} - names) for name in ("keras", "paddle")] == [[], []]

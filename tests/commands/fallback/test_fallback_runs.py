@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mezzo.children.signals import Stopped
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.launch.request import Request
-from mezzo.launch.signals import Stopped
 from mezzo.policy import Policy
 
 

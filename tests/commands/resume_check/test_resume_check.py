@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from helpers_launch import children_in_this_process
+from mezzo.children.signals import EndedBySignal
 from mezzo.commands.resume_check.judgement import Judgement
 from mezzo.commands.resume_check.runs import ResumeCheck, checkpoints_of, stop_of
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.runner import shared_imports
-from mezzo.launch.signals import EndedBySignal
 from mezzo.launch.torch.traced import FilesWritten, StateTrace
 from mezzo.measure.state_trace import Point, RunTrace, WrittenFile
 from mezzo.policy import Policy

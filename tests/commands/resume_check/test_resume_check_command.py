@@ -11,7 +11,7 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.launch.signals import EndedBySignal
+from mezzo.children.signals import EndedBySignal
 from mezzo.launch.torch.traced import StateTrace
 from mezzo.records import ResumeCheckRecord, read_record
 from paths import SCRIPTS

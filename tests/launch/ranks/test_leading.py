@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from mezzo.children.signals import stoppable
 from mezzo.launch.ranks import following, leading
 from mezzo.launch.ranks.launched import Launched
 from mezzo.launch.ranks.leading import Leader, new_rendezvous
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord, Steps, write_record
 from record_builders import environment

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
@@ -21,7 +22,6 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.errors import PolicyError, UsageError
-from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.check.plan import Offered
@@ -179,8 +179,8 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
 
 
 def _offers(opts: CheckOptions, machine: Machine) -> list[Offered]:
+    from mezzo.children.script_text import own_sources
     from mezzo.commands.check.plan import BASELINE, THE_BASELINE, Offered, offered, own_amp
-    from mezzo.launch.frameworks import own_sources
 
     if opts.policies is None:
         sources = own_sources(opts.script.target, kind=opts.script.kind)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mezzo.children.signals import stoppable
 from mezzo.cli import results
 from mezzo.cli.script import Script
 from mezzo.formats import BF16, FORMATS
@@ -19,7 +20,6 @@ from mezzo.frameworks.keras import INITIAL_SCALE
 from mezzo.frameworks.paddle import NO_EFFECT
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy

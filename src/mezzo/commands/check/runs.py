@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mezzo.children.signals import stoppable
 from mezzo.commands.check.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_stage
 from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.commands.fallback.runs import fallback_of_script
 from mezzo.errors import MezzoError
 from mezzo.launch.request import Request
-from mezzo.launch.signals import stoppable
 from mezzo.observe.settings import RangesSettings
 from mezzo.policy import Policy
 from mezzo.records import (

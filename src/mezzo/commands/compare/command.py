@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import shared, values
 from mezzo.cli.options import shared as options
@@ -23,7 +24,6 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.signals import Stopped, stoppable
 from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:

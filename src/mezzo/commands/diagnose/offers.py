@@ -1,4 +1,4 @@
-"""A possible fix as data: what it changes, and the line that writes it in the words of each framework. Imports no framework."""
+"""A possible fix as data: what it changes, and the line that writes it. Imports no framework."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from mezzo.formats import FP16
+from mezzo.frameworks import framework_called
 from mezzo.observe.settings import FORMATS_OF_16_BITS, TrialChanges
 from mezzo.policy import Policy
 
@@ -15,12 +16,24 @@ autocast; between the backward pass and the update; where a batch is read."""
 
 
 class ScriptLine(NamedTuple):
-    """A line of a script in each framework."""
+    """A line of a script, as PyTorch writes it; ``frameworks`` have theirs by its name."""
 
+    name: str
+    """Empty for a line that is the same in each framework."""
     torch: str
-    keras: str
-    paddle: str
+    """``{end}`` and ``{x}`` are filled in for the formats of the operands."""
     place: LinePlace = "line"
+    end: str = ""
+    in_fp32: bool = False
+    """Whether ``{x}`` is cast to FP32."""
+
+    def text(self, library: str) -> str:
+        """Return the line as a script of ``library`` writes it; empty where no line does it."""
+        line, cast = self.torch, "x.float()"
+        if library != "torch":
+            framework = framework_called(library)
+            line, cast = framework.lines.get(self.name, line), framework.in_fp32
+        return line.format(x=cast if self.in_fp32 else "x", end=self.end) if self.name else line
 
 
 class Offer(NamedTuple):
@@ -50,67 +63,30 @@ class Offer(NamedTuple):
 
 def everywhere(line: str) -> ScriptLine:
     """Return a line that is the same in each framework."""
-    return ScriptLine(line, line, line)
+    return ScriptLine("", line)
 
 
 def new_scaler(scale: float | None = None) -> ScriptLine:
-    """Return the line that creates a GradScaler; without a scale, one that is new to the script. Keras wraps its optimizer."""
+    """Return the line that creates a GradScaler; without a scale, one that is new to the script."""
     if scale is None:
-        use = "  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
-        return ScriptLine(
-            f"scaler = torch.amp.GradScaler(){use}", "", f"scaler = paddle.amp.GradScaler(){use}", "scaler"
-        )
-    torch, paddle = f"torch.amp.GradScaler(init_scale={scale})", f"paddle.amp.GradScaler(init_loss_scaling={scale})"
-    return ScriptLine(f"scaler = {torch}", "", f"scaler = {paddle}", "scaler")
+        use = "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+        return ScriptLine("new scaler", f"scaler = torch.amp.GradScaler()  # {use}", "scaler")
+    return ScriptLine("scaler", "scaler = torch.amp.GradScaler(init_scale={end})", "scaler", end=str(scale))
 
 
 AUTOCAST_OFF = ScriptLine(
-    "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()",
-    "",  # the dtype of layers
-    'with paddle.amp.auto_cast(enable=False):  # in their forward, on x.astype("float32")',
-    "forward",
+    "autocast off", "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()", "forward"
 )
-OWN_BF16 = ScriptLine(
-    "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
-    "",  # the dtype policy
-    'paddle.amp.auto_cast(dtype="bfloat16")  # and no GradScaler',
-    "autocast",
-)
-CAST = ScriptLine(
-    "x = x.float()  # before this line",
-    'x = keras.ops.cast(x, "float32")  # before this line',
-    'x = x.astype("float32")  # before this line',
-)
-CHECK_DATA = ScriptLine(
-    "assert torch.isfinite(batch).all()",
-    "assert np.isfinite(batch).all()",
-    "assert paddle.isfinite(batch).all()",
-    "batch",
-)
-CLIP = ScriptLine(
-    "clip_grad_norm_(parameters, 1.0)",
-    "clipnorm=1.0  # argument of the optimizer",
-    "paddle.nn.utils.clip_grad_norm_(parameters, 1.0)",
-    "step",
-)
-NOT_EMPTY = ScriptLine("if x.numel():", "if keras.ops.size(x):", "if x.size:")
-OF_ALL = ScriptLine("y = x.std(correction=0)", "y = keras.ops.std(x)", "y = x.std(unbiased=False)")
-AT_LEAST = ScriptLine("x = x.clamp(min=1e-6)", "x = keras.ops.maximum(x, 1e-6)", "x = x.clip(min=1e-6)")
-MASK_AFTER = ScriptLine(
-    'y = (x / t).masked_fill(mask, float("-inf"))',
-    'y = keras.ops.where(mask, float("-inf"), x / t)',
-    'y = (x / t).masked_fill(mask, float("-inf"))',
-)
-MASK_FINITE = ScriptLine(
-    "x = x.masked_fill(mask, torch.finfo(x.dtype).min)",
-    "x = keras.ops.where(mask, -1e30, x)",
-    "x = x.masked_fill(mask, paddle.finfo(x.dtype).min)",
-)
-MASK_BEFORE = ScriptLine(
-    "y = p * logs.masked_fill(p == 0, 0.0)",
-    "y = p * keras.ops.where(p == 0, 0.0, logs)",
-    "y = p * logs.masked_fill(p == 0, 0.0)",
-)
+OWN_BF16 = ScriptLine("own bf16", "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler", "autocast")
+CAST = ScriptLine("cast", "x = x.float()  # before this line")
+CHECK_DATA = ScriptLine("check data", "assert torch.isfinite(batch).all()", "batch")
+CLIP = ScriptLine("clip", "clip_grad_norm_(parameters, 1.0)", "step")
+NOT_EMPTY = ScriptLine("not empty", "if x.numel():")
+OF_ALL = ScriptLine("of all", "y = x.std(correction=0)")
+AT_LEAST = ScriptLine("at least", "x = x.clamp(min=1e-6)")
+MASK_AFTER = ScriptLine("mask after", 'y = (x / t).masked_fill(mask, float("-inf"))')
+MASK_FINITE = ScriptLine("mask finite", "x = x.masked_fill(mask, torch.finfo(x.dtype).min)")
+MASK_BEFORE = ScriptLine("mask before", "y = p * logs.masked_fill(p == 0, 0.0)")
 """Its gradient is finite as well: where the product itself is filled, 0 times the infinity returns in the backward pass."""
 
 
@@ -119,10 +95,9 @@ class Domain(NamedTuple):
 
     ops: tuple[str, ...]
     advice: str
+    name: str
+    """Of the line in each framework."""
     torch: str
-    """The line, in which ``{end}`` and ``{x}`` are filled in for the formats of the operands."""
-    keras: str
-    paddle: str
     end: str = ""
     """The number that keeps the argument away."""
     end_in_fp16: str = ""
@@ -134,18 +109,14 @@ class Domain(NamedTuple):
         """Return the line that works on operands of ``formats``."""
         end = self.end_in_fp16 if self.end_in_fp16 and FP16.name in formats else self.end
         wide = self.in_fp32 and not set(formats).isdisjoint(FORMATS_OF_16_BITS)
-        casts = ("x.float()", 'keras.ops.cast(x, "float32")', 'x.astype("float32")') if wide else ("x", "x", "x")
-        lines = zip((self.torch, self.keras, self.paddle), casts, strict=True)
-        torch, keras, paddle = (line.format(x=x, end=end) for line, x in lines)
-        return ScriptLine(torch, keras, paddle)
+        return ScriptLine(self.name, self.torch, end=end, in_fp32=wide)
 
 
 NO_ROOT = Domain(
     ops=("sqrt",),
     advice="a negative number has no root: keep the argument at or above 0",
+    name="root at 0",
     torch="y = torch.sqrt(x.clamp_min({end}))",
-    keras="y = keras.ops.sqrt(keras.ops.maximum(x, {end}))",
-    paddle="y = paddle.sqrt(x.clip(min={end}))",
     end="1e-12",
     end_in_fp16="1e-4",
 )
@@ -154,86 +125,76 @@ DOMAINS = (
     Domain(
         ops=("sqrt",),
         advice="the derivative of a root at 0 is infinite: keep its argument above 0",
+        name="root",
         torch="y = torch.sqrt(x + {end})",
-        keras="y = keras.ops.sqrt(x + {end})",
-        paddle="y = paddle.sqrt(x + {end})",
         end="1e-12",
         end_in_fp16="1e-4",
     ),
     Domain(
         ops=("rsqrt", "reciprocal"),
         advice="1 / 0 is infinite: keep the argument above 0",
+        name="rsqrt",
         torch="y = torch.rsqrt(x + {end})",
-        keras="y = keras.ops.rsqrt(x + {end})",
-        paddle="y = paddle.rsqrt(x + {end})",
         end="1e-6",
         end_in_fp16="1e-2",
     ),
     Domain(
         ops=("log", "log2", "log10"),
         advice="the logarithm needs an argument above 0",
+        name="log",
         torch="y = torch.log(x.clamp_min({end}))",
-        keras="y = keras.ops.log(keras.ops.maximum(x, {end}))",
-        paddle="y = paddle.log(x.clip(min={end}))",
         end="1e-6",
         end_in_fp16="1e-4",
     ),
     Domain(
         ops=("log1p",),
         advice="the argument must be above -1",
+        name="log1p",
         torch="y = torch.log1p({x}.clamp_min(-1 + 1e-6))",
-        keras="y = keras.ops.log1p(keras.ops.maximum({x}, -1 + 1e-6))",
-        paddle="y = paddle.log1p({x}.clip(min=-1 + 1e-6))",
         in_fp32=True,
     ),
     Domain(
         ops=("div", "divide"),
         advice="keep the divisor away from 0",
+        name="div",
         torch="y = a / torch.where(b.abs() < 1e-6, 1.0, b)",
-        keras="y = a / keras.ops.where(keras.ops.abs(b) < 1e-6, 1.0, b)",
-        paddle="y = a / paddle.where(b.abs() < 1e-6, 1.0, b)",
     ),
     Domain(
         ops=("pow",),
         advice="keep the base above 0 where the exponent is below 1",
+        name="pow",
         torch="y = x.clamp_min({end}).pow(p)",
-        keras="y = keras.ops.power(keras.ops.maximum(x, {end}), p)",
-        paddle="y = x.clip(min={end}).pow(p)",
         end="1e-12",
         end_in_fp16="1e-4",
     ),
     Domain(
         ops=("norm", "std", "var"),
         advice="it has no derivative at 0",
+        name="norm",
         torch="y = (x * x).sum(-1).add({end}).sqrt()",
-        keras="y = keras.ops.sqrt(keras.ops.sum(x * x, -1) + {end})",
-        paddle="y = ((x * x).sum(-1) + {end}).sqrt()",
         end="1e-12",
         end_in_fp16="1e-4",
     ),
     Domain(
         ops=("exp",),
         advice="clamp the argument: FP32's exponential ends at 88",
+        name="exp",
         torch="y = x.clamp_max({end}).exp()",
-        keras="y = keras.ops.exp(keras.ops.minimum(x, {end}))",
-        paddle="y = x.clip(max={end}).exp()",
         end="80",
         end_in_fp16="10",
     ),
     Domain(
         ops=("acos", "asin", "atanh"),
         advice="keep the argument inside (-1, 1)",
+        name="acos",
         torch="y = {x}.clamp(-1 + 1e-6, 1 - 1e-6).acos()",
-        keras="y = keras.ops.arccos(keras.ops.clip({x}, -1 + 1e-6, 1 - 1e-6))",
-        paddle="y = {x}.clip(-1 + 1e-6, 1 - 1e-6).acos()",
         in_fp32=True,
     ),
     Domain(
         ops=("softmax",),
         advice="a row that is all masked has no softmax",
+        name="softmax",
         torch="mask = mask & ~mask.all(-1, keepdim=True)",
-        keras="mask = keras.ops.logical_or(mask, ~keras.ops.any(mask, -1, keepdims=True))",
-        paddle="mask = mask & ~mask.all(-1, keepdim=True)",
     ),
 )
 """The first row that names an operation counts."""

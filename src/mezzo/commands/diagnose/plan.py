@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mezzo.children.script_text import own_sources
+from mezzo.children.signals import Stop, Stopped, stoppable
 from mezzo.commands.diagnose import fixes
 from mezzo.commands.diagnose.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
 from mezzo.commands.diagnose.words import TrainingStyle
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
-from mezzo.launch.frameworks import own_sources
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.signals import Stop, Stopped, stoppable
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.settings import FORMATS_OF_16_BITS, DiagnoseSettings, TrialChanges
 from mezzo.patching import frameworks, torch_amp

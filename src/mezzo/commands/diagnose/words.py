@@ -341,10 +341,9 @@ def written(offer: Offer, record: DiagnoseRecord, own: Policy | None, caller: Tr
             )
         if line is not None:
             where = keras.AT_OPTIMIZER if line.place == "step" else at
-            return WrittenFix(line.keras, offer.where or where)
+            return WrittenFix(line.text(library), offer.where or where)
     if line is not None:
-        text = line.paddle if library == "paddle" else line.torch
-        return WrittenFix(text, offer.where or _place(line.place, scale, record, caller) or at)
+        return WrittenFix(line.text(library), offer.where or _place(line.place, scale, record, caller) or at)
     if offer.policy is None:
         return WrittenFix()
     policy = str(offer.policy)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.shared import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
-from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.records import FallbackRecord, RunRecord

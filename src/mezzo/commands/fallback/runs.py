@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from mezzo.children.signals import Stopped
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.merged import folder_of_rank
 from mezzo.launch.request import Request
-from mezzo.launch.signals import Stopped
 from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results
 from mezzo.cli.options import values
 from mezzo.cli.options.values import NONE, names_in
@@ -21,7 +21,6 @@ from mezzo.cli.script import Script, check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
-from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -227,12 +226,9 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
 
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     """Let all traces of a script inside share their imports, which begin now."""
-    from mezzo.launch.fork_server import shared_libraries
-    from mezzo.measure.predict.script.tape_server import shared_imports
+    from mezzo.measure.predict.script.tapes import shared_imports
 
-    folder = os.getcwd() if as_module else str(Path(target).resolve().parent)
-    libraries = shared_libraries(target, kind="module" if as_module else "script")
-    return shared_imports(libraries, folder=folder)
+    return shared_imports(target, kind="module" if as_module else "script")
 
 
 def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Reason]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mezzo.children.signals import stoppable
 from mezzo.cli.options import values
 from mezzo.cli.options.values import seconds_of
 from mezzo.cli.progress import shown
@@ -17,7 +18,6 @@ from mezzo.cli.results import note
 from mezzo.cli.script import Script
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed
-from mezzo.launch.signals import stoppable
 from mezzo.secrets import hidden
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mezzo.children.signals import stoppable
 from mezzo.commands.resume_check.judgement import Judgement, Runs, judged
 from mezzo.errors import ScriptError
 from mezzo.launch.request import Request, TraceRequest
 from mezzo.launch.runner import run_child
-from mezzo.launch.signals import stoppable
 from mezzo.measure.state_trace import RunTrace, WrittenFile, read_trace
 from mezzo.records import RunRecord
 from mezzo.records.run import RUN_NAME

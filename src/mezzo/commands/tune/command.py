@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values
@@ -20,7 +21,6 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
-from mezzo.launch.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.answer import BestTrial

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mezzo.children.signals import stoppable
 from mezzo.cli.options.values import NONE, Budget
 from mezzo.cli.script import Script
 from mezzo.commands.predict.traced import tracing
-from mezzo.launch.signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.commands.tune.plan import Configuration

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
-from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.frameworks.keras import dtype_policy_name, explain, left_out, stage_on
 from mezzo.launch.any_script import shift_python, shift_torch
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches, after_import
 from mezzo.launch.request import ModelChanges
-from mezzo.launch.support import WithoutPyTorch, on_backend, refusal
+from mezzo.launch.support import WithoutPyTorch, refusal
 from mezzo.launch.training import StepLimit, Watching
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
@@ -101,7 +101,7 @@ def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> Observ
     Raises:
         ScriptError: the backend hides its operations.
     """
-    refused = refusal(f"mezzo {settings.kind}", on_backend(backend))
+    refused = refusal(f"mezzo {settings.kind}", stage_on(backend))
     if refused is not None:
         raise refused
     from mezzo.launch.keras.observed import ObservedKeras

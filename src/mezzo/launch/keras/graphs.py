@@ -142,7 +142,7 @@ def _replace(node: Any, op: str) -> None:
 
 
 def _live(nodes: Any, results: Iterable[str]) -> set[str]:
-    """Return the names of the nodes that run: those that a result, or an operation with a side effect, depends on.
+    """Return the names of the nodes that a result or a side effect needs: these run.
 
     The tape adds the gradient of a convolution's input even if nothing uses it.
     """

@@ -2,8 +2,7 @@
 
 Python calls an operation by its function in ``paddle._C_ops`` or, for a few, by an operator of ``paddle.Tensor``. Both
 are replaced. Under an emulated policy, the operands and results of the operations in the lower-precision list are
-rounded to the format, and so are the gradients of both in the backward pass: those of a result before the operation's
-backward pass, those of an operand after it.
+rounded to the format, and so are their gradients: a result's gradient before the operation's backward pass, an operand's after it.
 
 An operation is counted if the backward pass will need it, so that evaluations are not counted; its backward pass costs the same
 again for each of its two operands that needs a gradient. Limits: products in traced programs and in

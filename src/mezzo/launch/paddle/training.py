@@ -85,6 +85,7 @@ class PaddleTraining(WithoutPyTorch):
     """A Paddle script's training (``launch.training.Training``)."""
 
     stage = "Paddle"
+    follows_processes = True
 
     def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
         self._run, self._counted = run, counted

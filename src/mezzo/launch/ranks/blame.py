@@ -78,7 +78,7 @@ def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
 
 
 def _ended_early(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
-    """Return a process that ended well with no more updates than those that failed or waited, and how that stopped these."""
+    """Return a process that exited normally too early, and how its exit stopped the others."""
     ended_well = [end for end in ends if end.failure is None and not end.stopped and end.updates is not None]
     left_behind = [end for end in ends if (end.waiting if end.stopped else end.failure is not None)]
     if not ended_well or not left_behind:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mezzo.children.signals import SIGNAL_GRACE_S, Stop, Stopped, stoppable
 from mezzo.launch.ranks.blame import take_position
 from mezzo.launch.ranks.launched import REASON
 from mezzo.launch.ranks.leading import POLL_S
@@ -14,7 +15,6 @@ from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of, exit_code_of, for_rank, record_path
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, shared_imports, substitute_record
-from mezzo.launch.signals import SIGNAL_GRACE_S, Stop, Stopped, stoppable
 from mezzo.records import RunRecord, write_record
 from mezzo.records.files import file_of_rank, record_at
 

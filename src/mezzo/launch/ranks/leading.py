@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from mezzo.children.signals import SIGNAL_GRACE_S, stoppable
 from mezzo.errors import RecordError
 from mezzo.launch.ranks.blame import ProcessEnd, blamed, take_position
 from mezzo.launch.ranks.launched import PADDLE_STORE, REASON
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import counts_path, error_of, exit_code_of, for_rank, merged, record_path, run_of
 from mezzo.launch.request import Request
-from mezzo.launch.signals import SIGNAL_GRACE_S, stoppable
 from mezzo.observe.ranges.table import ObservedValues, ranges_record, read_values, values_of_all
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RangesRecord, read_record, write_record

@@ -230,6 +230,8 @@ def _forget(filename: str) -> None:
 class TorchTraining:
     """A PyTorch script's training (``launch.training.Training``)."""
 
+    follows_processes = True
+
     def __init__(
         self, run: TorchRun, counted: CountedStep, watch: Watch | None = None, patches: Patches | None = None
     ) -> None:

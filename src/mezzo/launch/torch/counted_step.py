@@ -2,8 +2,8 @@
 
 The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
 first tenth of the steps is left out of all timing). Code that Inductor compiled runs compiled in that step, too
-(``InductorGraphs``). Compiled code runs eagerly there under an emulated policy, whose operations look like the FP32 operations that
-emulate them, and with a backend whose graphs cannot be read.
+(``InductorGraphs``). Compiled code runs eagerly in it if the policy is emulated, because its graph shows only FP32 operations, or if
+the backend's graphs cannot be read.
 """
 
 from __future__ import annotations

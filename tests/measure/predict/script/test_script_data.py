@@ -102,12 +102,12 @@ process.main(sys.argv[1:])
 def test_slow_data_are_prepared_with_numbers_and_the_record_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tapes._run
+    start = tapes.Guarded
 
-    def run_with_low_limit(command: list[str], *others: Any) -> tuple[str, int]:
-        return run([command[0], "-c", LOW_LIMIT, command[-1]], *others)
+    def start_with_low_limit(command: list[str], **settings: Any) -> Any:
+        return start([command[0], "-c", LOW_LIMIT, command[-1]], **settings)
 
-    monkeypatch.setattr(tapes, "_run", run_with_low_limit)
+    monkeypatch.setattr(tapes, "Guarded", start_with_low_limit)
     plan = script_plan(script(tmp_path), [], ["fp32", "bf16"])
     assert {pair.first.batch for pair in plan.tapes.values()} == {8}
     (said,) = (one for one in plan.assumptions if one.what == "data that the script prepares")

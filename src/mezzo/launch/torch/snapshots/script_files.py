@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 import os
-import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from mezzo.children.as_python import run_changed
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.rewriting import FunctionPlace, ScriptSource, WayBack, codes_in, place_of, rewritten
 
@@ -42,6 +41,15 @@ class OwnFiles:
         roots = {self.folder, here} if here in above and here != Path(here.anchor) else {self.folder}
         installed = {"site-packages", "dist-packages"} & set(file.parts) or _OWN_PACKAGE in file.parents
         return not installed and _LIBRARY not in file.parents and not roots.isdisjoint(file.parents)
+
+    def run_as_main(self, path: str, *, package: str | None = None) -> dict[str, Any]:
+        """Run a file as ``__main__`` and return its global variables; ``package`` is that of a module, as for ``python -m``."""
+
+        def code_of(module: ModuleType) -> CodeType:
+            self.modules["__main__"] = module
+            return self.code(path)
+
+        return run_changed(path, code_of, package=package)
 
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
@@ -140,16 +148,3 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         self._files.modules[module.__name__] = module
         super().exec_module(module)
-
-
-def run_as_main(files: OwnFiles, path: str, *, package: str | None = None) -> dict[str, Any]:
-    """Run a file as ``__main__`` and return its global variables; ``package`` is that of a module, as for ``python -m``."""
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins, __package__=package)
-    files.modules["__main__"] = module
-    before, sys.modules["__main__"] = sys.modules["__main__"], module
-    try:
-        exec(files.code(path), module.__dict__)
-    finally:
-        sys.modules["__main__"] = before
-    return module.__dict__

@@ -35,7 +35,7 @@ from mezzo.launch.torch.snapshots.kinds import SAVERS
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, choose_start, mark_disproven
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
-from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
+from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles
 from mezzo.launch.torch.snapshots.trained_objects import return_to_good, states_of
 from mezzo.launch.torch.snapshots.walk import sampler_states
 from mezzo.launch.torch.state import TorchRun
@@ -125,7 +125,7 @@ class ScriptSnapshots:
 
     def run_file(self, script: ScriptFile) -> dict[str, Any]:
         """Run the script's file and return its global variables."""
-        return run_as_main(self._files, script.path, package=script.package)
+        return self._files.run_as_main(script.path, package=script.package)
 
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""

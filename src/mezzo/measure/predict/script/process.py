@@ -1,33 +1,28 @@
 """Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script.process REQUESTS``.
 
-With ``--socket NUMBER FOLDER [LIBRARY ...]`` the files of requests come through a socket, until its other end is closed.
-
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
 it reads a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
 that takes long to prepare its data has numbers until its first module (``data``). Recording begins when a model in
 training mode is called, and ends after the second optimizer step, where the script stops. Between a step and the next call of the
 model the script prepares data, which is the host's work and not recorded.
 
-The process imports torch, and with a socket the libraries that the script imports first, once, and forks for each tape.
+The process imports torch once and forks for each tape; with ``mezzo.children.fork_server`` it is itself a fork.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import gc
-import importlib
 import io
 import os
 import pickle
-import socket
 import sys
 import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,12 +30,11 @@ from unittest.mock import patch
 import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mezzo.as_python import run_as_python
+from mezzo.children.as_python import run_as_python, run_changed
 from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.library_files import is_library_file
 from mezzo.measure.predict.script.batches import SlowData
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
-from mezzo.measure.predict.script.tape_server import PROGRAM, RECORDED, SOCKET
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import reopen_input
@@ -69,7 +63,8 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
     try:
         with noting_bf16() as refused, script_recorder.watching(), files.watching():
             if changed is not None and request.file == request.script and not request.as_module:
-                _run_changed(request.script, with_numbers(request.script, request.numbers, changed))
+                changed_code = with_numbers(request.script, request.numbers, changed)
+                run_changed(request.script, lambda _: changed_code, package="")
             else:
                 run_as_python(request.script, module=request.as_module)
     except RecordingComplete:
@@ -101,44 +96,12 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
     )
 
 
-def _run_changed(script: str, code: types.CodeType) -> None:
-    """Run ``code`` instead of the script's text, as ``runpy.run_path`` would."""
-    module, original = types.ModuleType("__main__"), sys.modules["__main__"]
-    vars(module).update(__file__=script, __cached__=None, __package__="")
-    sys.modules["__main__"] = module
-    try:
-        exec(code, vars(module))
-    finally:
-        sys.modules["__main__"] = original
-
-
 def main(arguments: list[str]) -> None:
-    """Record the requests of one file, or of every file that comes through a socket."""
-    if arguments[0] != SOCKET:
-        _record_all(Path(arguments[0]))
-        return
-    if _replaced(arguments[3:], arguments[2]):
-        os.execv(sys.executable, [sys.executable, "-m", PROGRAM, *arguments[:3]])
-    connection = socket.socket(fileno=int(arguments[1]))
-    os.set_inheritable(connection.fileno(), False)
-    gc.freeze()  # a fork looks for the script's models among its own objects, and not among those of all libraries
-    with connection, connection.makefile(encoding="utf-8") as lines:
-        for line in lines:
-            _record_all(Path(line.removesuffix("\n")), connection)
-            connection.sendall(RECORDED)
+    """Record the requests of a file."""
+    _record_all(Path(arguments[0]))
 
 
-def _replaced(libraries: Sequence[str], folder: str) -> bool:
-    """Import libraries; return whether the script would import a file of its folder instead of something that they import."""
-    before, first = set(sys.modules), sys.path.pop(0)  # no file in this folder may run here
-    for name in libraries:
-        importlib.import_module(name)
-    sys.path.insert(0, first)
-    specs = (PathFinder.find_spec(name.partition(".")[0], [folder]) for name in set(sys.modules) - before)
-    return any(spec is not None and spec.loader is not None for spec in specs)
-
-
-def _record_all(requests_file: Path, connection: socket.socket | None = None) -> None:
+def _record_all(requests_file: Path) -> None:
     """Record each request in a fork of this process, two at a time, and write its tape next to the list of requests."""
     requests: list[TapeRequest] = pickle.loads(requests_file.read_bytes())
     tape_files = [requests_file.with_name(f"tape{number}") for number in range(len(requests))]
@@ -154,7 +117,7 @@ def _record_all(requests_file: Path, connection: socket.socket | None = None) ->
         if waiting and len(running) < _AT_ONCE:
             request, tape_file = waiting.pop(0)
             request = replace(request, numbers_first=slow or request.numbers_first)
-            running.append((_forked(request, tape_file, connection), request, tape_file))
+            running.append((_forked(request, tape_file), request, tape_file))
             continue
         child, request, tape_file = running.pop(0)
         if _exit_code(child) == _SLOW_DATA:
@@ -162,11 +125,9 @@ def _record_all(requests_file: Path, connection: socket.socket | None = None) ->
             waiting.insert(0, (request, tape_file))
 
 
-def _forked(request: TapeRequest, tape_file: Path, connection: socket.socket | None) -> int:
+def _forked(request: TapeRequest, tape_file: Path) -> int:
     child = os.fork()
     if child == 0:
-        if connection is not None:
-            connection.close()
         reopen_input()
         tape = _write(request, tape_file)
         sys.stdout.flush()

@@ -17,7 +17,7 @@ import torch.multiprocessing as processes
 from torch import nn
 from torch.nn import parallel
 
-from mezzo.measure.predict.script.tape_server import ONLY_PROCESS
+from mezzo.measure.predict.script.tapes import ONLY_PROCESS
 
 
 @contextmanager

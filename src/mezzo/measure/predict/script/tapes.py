@@ -1,4 +1,4 @@
-"""Tapes of unmodified scripts, recorded in a process of their own (``process``).
+"""Tapes of unmodified scripts, recorded in a process of their own (``process``). Imports no torch.
 
 The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
 made to yield. For a script without loaders, the size is looked for in its arguments, its text and the files that it reads.
@@ -8,23 +8,39 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
+from mezzo.children.fork_server import Starter, child_command
+from mezzo.children.script_text import Kind
+from mezzo.children.signals import Guarded, Process
 from mezzo.error_texts import advice_for, is_of_sparse_tensor, missing_key, missing_module, refuses_format
 from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
-from mezzo.measure.predict.script.tape_server import ONLY_PROCESS, PROGRAM, current_server, environment
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
 from mezzo.records.run import BATCH
 from mezzo.temporary import temporary_folder
 
+PROGRAM = "mezzo.measure.predict.script.process"
+ONLY_PROCESS: Mapping[str, str] = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""The environment variables that a launcher sets for the only process of a job."""
+_STARTER: ContextVar[Starter | None] = ContextVar("starter_of_tapes", default=None)
 _TAIL = 4
 _MOST_DOUBLE = 0.01
 
@@ -99,6 +115,24 @@ class ScriptTape:
     """Why it failed with the simulated GPU; it was then traced with what this machine has."""
 
 
+@contextmanager
+def shared_imports(script: str, *, kind: Kind) -> Iterator[None]:
+    """Let all tapes that are recorded inside share their imports, which begin now."""
+    starter = Starter(PROGRAM, environment=_environment())
+    token = _STARTER.set(starter)
+    try:
+        starter.begin(script, kind=kind)
+        yield
+    finally:
+        _STARTER.reset(token)
+        starter.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a process that traces: with a launcher's variables a script would wait for the others."""
+    return {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
+
+
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
@@ -144,14 +178,7 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
     with temporary_folder() as folder:
         requests_file = folder / "requests"
         requests_file.write_bytes(pickle.dumps(list(requests)))
-        server = current_server()
-        if server is None:
-            ended = _run([sys.executable, "-m", PROGRAM, str(requests_file)], environment(), deadline_s)
-        else:
-            ended = server.record(str(requests_file), deadline_s=deadline_s)
-        if ended is None:
-            raise _not_in_time(requests[0].script)
-        output, code = ended
+        output, code = _run(requests_file, requests[0], deadline_s)
         tapes: list[ScriptTape] = []
         for number, request in enumerate(requests):
             tape_file = requests_file.with_name(f"tape{number}")
@@ -161,34 +188,36 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
     return tapes, output
 
 
-def _run(command: list[str], variables: dict[str, str], deadline_s: float | None) -> tuple[str, int] | None:
-    """Return what a process printed and its exit code, None if it is not in time; its forks are killed with it, however this ends."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            _kill(process)
-    return output, process.returncode
+def _run(requests_file: Path, first: TapeRequest, deadline_s: float | None) -> tuple[str, int]:
+    """Return what the process printed that recorded a file of requests, and its exit code.
+
+    Raises:
+        ScriptError: it is not in time.
+    """
+    with tempfile.TemporaryFile() as printed:
+        process = _started(requests_file, first, printed)
+        try:
+            code = process.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        except BaseException as error:
+            process.kill()
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise ScriptError(
+                f"{first.script} was not traced in the time that was left",
+                hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
+            ) from None
+        printed.seek(0)
+        return printed.read().decode(errors="replace"), code
 
 
-def _not_in_time(script: str) -> ScriptError:
-    return ScriptError(
-        f"{script} was not traced in the time that was left",
-        hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
-    )
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.communicate()
+def _started(requests_file: Path, first: TapeRequest, printed: IO[bytes]) -> Process:
+    starter, message = _STARTER.get(), str(requests_file)
+    kind: Kind = "module" if first.as_module else "script"
+    forked = None if starter is None else starter.start(message, first.script, kind=kind, sink=printed)
+    if forked is not None:
+        return forked
+    return Guarded(child_command(PROGRAM, message), stdout=printed, stderr=subprocess.STDOUT, env=_environment())
 
 
 def _crash_error(request: TapeRequest, output: str, code: int) -> ScriptError:

@@ -1,23 +1,22 @@
-"""Fork the runs of one command from one process that has already imported PyTorch, Mezzo and the compiler.
+"""Fork the child processes of one command from one process that has already imported PyTorch, Mezzo and the compiler.
 
-A short run spends half of its time before its first step, and most of that on imports. So the first run of a command starts a process
-that imports once, and each run is a fork of it. A script sees the same as in a process of its own: standard streams, signals, random
+A short run spends half of its time before its first step, and most of that on imports. So the first child of a command starts a process
+that imports once, and each child is a fork of it. A script sees the same as in a process of its own: standard streams, signals, random
 numbers, exit code, its own process id. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
 script may change what has been imported, the forked child replaces itself with a new process, and the command prints the reason.
 
-Called as ``python -m mezzo.launch.fork_server SOCKET [LIBRARY ...]``. The command sends a request and the file for the output; the
-server answers ``pid N``, perhaps ``restarted WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
-until the first request.
+Called as ``python -m mezzo.children.fork_server SOCKET PROGRAM[,MODULE ...] [LIBRARY ...]``. The command sends the folder of the script and
+a message, with the file for the output; the fork calls ``PROGRAM.main([message])``, and the server answers ``pid N``, perhaps
+``restarted WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch until the first request.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import importlib
-import importlib.util
 import io
+import json
 import os
 import random
 import re
@@ -27,27 +26,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from mezzo.launch.frameworks import MAX_FILES, spec_of
-from mezzo.launch.guard import PASSED_ON, STOPPING, die_with_parent
-from mezzo.launch.request import Request
-from mezzo.launch.signals import Guarded
-from mezzo.launch.training import training_in
-from mezzo.records import Reason
+from mezzo.children.guard import PASSED_ON, STOPPING, die_with_parent
+from mezzo.children.script_text import Kind, files_to_search, shared_libraries
+from mezzo.children.signals import Guarded
 
-_COMPILER = "torch._dynamo"
+_IMPORTED_LATE = "torch._dynamo"
 """The compiler, which torch imports when a script constructs its first optimizer."""
 
 _READ_BY_COMPILER = re.compile(rb"\b(?!TORCHELASTIC)(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
 """Names of the environment variables that the compiler may read while it is imported."""
-
-_READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
-"""Those of them that it never reads again. The folder of its cache is not one of them: the compiler reads and sets it later."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _ENDED = "the process that had imported PyTorch for all runs was killed"
@@ -55,9 +48,9 @@ _LONGEST_BYTES = 1 << 20
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 
 
-def child_command(request: str) -> list[str]:
-    """Return the command of a child process that runs ``request`` without a fork server."""
-    return [sys.executable, "-m", "mezzo.launch.child", request]
+def child_command(program: str, message: str) -> list[str]:
+    """Return the command of a child process that runs ``program`` without a fork server."""
+    return [sys.executable, "-m", program, message]
 
 
 # --- the command's side ------------------------------------------------------------------------------------------------------
@@ -66,48 +59,61 @@ def child_command(request: str) -> list[str]:
 class Starter:
     """The fork server's client, in the command."""
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Begin without a server; ``variables`` are environment variables of all its runs, which override the command's."""
-        self._variables = dict(variables or {})
+    def __init__(self, *programs: str, environment: Mapping[str, str] | None = None) -> None:
+        """Begin without a server.
+
+        Args:
+            programs: the module whose ``main`` each child calls, and others that it imports before the script runs.
+            environment: the environment variables of all children; None for the command's own.
+        """
+        self._programs, self._environment = programs, environment
         self.why_not_forked: str | None = None
         """Why runs are started without the server after all."""
         self._surroundings = os.getcwd(), dict(os.environ)
         self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
-    def begin(self, request: Request) -> bool:
-        """Start the server for runs like this one, unless it runs; return False if they have to be started without it."""
+    def begin(self, target: str, *, kind: Kind) -> bool:
+        """Start the server for children of this script, unless it runs; return False if they have to be started without it."""
+        if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
+            return False
         if self._process is None:
-            self.why_not_forked = self.why_not_forked or _why_not(request)
+            self.why_not_forked = self.why_not_forked or _why_not(target, kind)
         if self._surroundings != (os.getcwd(), dict(os.environ)):
             self.why_not_forked = "the folder or the environment changed between the runs"
         if self.why_not_forked is not None:
             return False
         if self._process is None:
-            self._begin(Path(request.record_path).parent, libraries=shared_libraries(request.target, kind=request.kind))
+            self._begin(shared_libraries(target, kind=kind))
         return True
 
-    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
-        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
-        if not self.begin(request):
+    def start(self, message: str, target: str, *, kind: Kind, sink: IO[bytes]) -> Forked | None:
+        """Start a child that runs ``message`` and prints to ``sink``; return None if it has to be started without the server."""
+        if not self.begin(target, kind=kind):
             return None
         assert self._process is not None
         assert self._connection is not None
         try:
-            socket.send_fds(self._connection, [request.packed().encode()], [sink.fileno()])
+            folder = os.getcwd() if kind == "module" else str(Path(target).resolve().parent)
+            socket.send_fds(self._connection, [json.dumps([folder, message]).encode()], [sink.fileno()])
         except (BrokenPipeError, ConnectionResetError):
             self.why_not_forked = _ENDED
             return None
         return Forked(self, self._process, self._connection)
 
-    def _begin(self, folder: Path, *, libraries: Sequence[str]) -> None:
-        """Start the server, whose standard output is a file as in the runs, so that Python buffers it the same way."""
+    def _begin(self, libraries: Sequence[str]) -> None:
+        """Start the server, whose standard output is a file as in the children, so that Python buffers it the same way."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile(dir=folder) as output:
+        with theirs, tempfile.TemporaryFile() as output:
             descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "mezzo.launch.fork_server", str(descriptor), *libraries]
-            env = {**os.environ, **self._variables} if self._variables else None
-            self._process = Guarded(command, stdout=output, stderr=subprocess.STDOUT, pass_fds=[descriptor], env=env)
+            program = ",".join(self._programs)
+            self._process = Guarded(
+                [sys.executable, "-m", "mezzo.children.fork_server", str(descriptor), program, *libraries],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[descriptor],
+                env=self._environment,
+            )
 
     def close(self) -> None:
         """End the server."""
@@ -168,9 +174,9 @@ class Forked:
         return self._process.wait()
 
 
-def _why_not(request: Request) -> str | None:
+def _why_not(target: str, kind: Kind) -> str | None:
     """Return why the imports cannot precede the script, None if they can."""
-    for path in files_to_search(request.target, kind=request.kind):
+    for path in files_to_search(target, kind=kind):
         with contextlib.suppress(OSError):
             variable = _READ_BY_COMPILER.search(path.read_bytes())
             if variable:
@@ -197,18 +203,21 @@ class _Imported(NamedTuple):
     """Why they failed; None if they did not."""
 
 
-def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> tuple[Request, frozenset[int]]:
-    """Fork for every request and return it in the child; the server process ends here when the socket closes.
+def fork_for_requests(
+    connection: socket.socket, programs: Sequence[str], *, libraries: Sequence[str]
+) -> tuple[str, frozenset[int]]:
+    """Fork for every request and return its message in the child; the server process ends here when the socket closes.
 
     Also return the ids of what the libraries have finalised.
     """
-    imported = _import(libraries)
+    imported = _import(programs, libraries)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     while True:
-        message, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
-        if not message:
+        received, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
+        if not received:
             os._exit(0)
-        request = Request.unpacked(message.decode())
+        folder, message = json.loads(received)
+        command = child_command(programs[0], message)
         unsafe = imported.failure or _several_threads() or _device_opened()
         # Signals that arrive before the child has its handlers are delivered later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -217,7 +226,7 @@ def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) ->
             die_with_parent()
             if os.getppid() != parent:  # the parent was killed before that took effect
                 os._exit(128 + signal.SIGKILL)
-            why = unsafe or _why_not_here(request, imported.packages)
+            why = unsafe or _why_not_here(folder, imported.packages)
             if why is not None:
                 connection.send(f"restarted {why}".encode())
             connection.close()
@@ -226,9 +235,9 @@ def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) ->
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if why is not None:
-                os.execv(sys.executable, child_command(message.decode()))
-            _reset_state(imported, message.decode())
-            return request, imported.finalised
+                os.execv(sys.executable, command)
+            _reset_state(imported, command)
+            return message, imported.finalised
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(files[0])
         _report_end(child, connection)
@@ -244,18 +253,18 @@ def _report_end(child: int, connection: socket.socket) -> None:
         os._exit(0)
 
 
-def _import(libraries: Sequence[str]) -> _Imported:
+def _import(programs: Sequence[str], libraries: Sequence[str]) -> _Imported:
     packages: list[str] = []
     generators: list[random.Random] = []
     failure = None
     try:
-        importlib.import_module("mezzo.launch.child")
-        training_in("torch")
+        for name in programs:
+            importlib.import_module(name)
         packages = _import_shared(libraries)
         generators = _generators()  # what is frozen is not listed
         # Without the compiler, because Triton calls its own objects a leak if they are not collected.
         gc.freeze()
-        packages += _import_shared([_COMPILER])
+        packages += _import_shared([_IMPORTED_LATE])
     except Exception as error:  # a run without the server shows it where the script's errors appear
         also = "".join(f" and {name}" for name in libraries)
         failure = f"importing PyTorch and its compiler{also} failed: {type(error).__name__}: {error}"
@@ -305,13 +314,12 @@ def _device_opened() -> str | None:
     return None
 
 
-def _why_not_here(request: Request, packages: list[str]) -> str | None:
-    """Return why this forked process must not run the script, None if it may."""
+def _why_not_here(folder: str, packages: list[str]) -> str | None:
+    """Return why this forked process must not run a script of ``folder``, None if it may."""
     import torch
 
     if torch.cuda._is_in_bad_fork():
         return "importing PyTorch initialised CUDA, which does not survive a fork"
-    folder = os.getcwd() if request.kind == "module" else str(Path(request.target).resolve().parent)
     for name in packages:
         spec = PathFinder.find_spec(name, [folder])
         if spec is not None and spec.loader is not None:
@@ -325,7 +333,7 @@ def _redirect_streams(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _reset_state(imported: _Imported, request: str) -> None:
+def _reset_state(imported: _Imported, command: Sequence[str]) -> None:
     """Reseed the generators that the system seeds, and clear state that a new process would not have."""
     import multiprocessing
 
@@ -339,18 +347,7 @@ def _reset_state(imported: _Imported, request: str) -> None:
     torch.default_generator.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     importlib.invalidate_caches()
-    sys.orig_argv[:] = child_command(request)
-
-
-def _compiler_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
-
-
-def _late_settings(before: dict[str, str]) -> list[Reason]:
-    """Return the compiler's variables that were set after its import: by a package, since the script names none."""
-    why = "it was set while the script ran, after the compiler had read it: set it in the shell"
-    changed = sorted(before.items() ^ _compiler_variables().items())
-    return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
+    sys.orig_argv[:] = command
 
 
 # The objects of torch, Mezzo and the shared libraries exist before the fork and are frozen (``gc.freeze``): to collect them again took most
@@ -381,71 +378,11 @@ def _is_open(one: Any) -> bool:
     return not isinstance(one, GeneratorType) or one.gi_frame is not None
 
 
-# A library is listed if its import reads nothing but environment variables with the listed beginnings, and needs longer than a short run.
-# A script that imports something of its own before it, or names such a variable, imports it in each run.
-
-_READS = {"sklearn": r"SCIPY_|SKLEARN_|JOBLIB_|LOKY_", "scipy": r"SCIPY_"}
-"""The beginnings of the environment variables that each library, or one that it needs, reads when it is imported."""
-
-
-def shared_libraries(target: str, *, kind: Literal["script", "module"]) -> list[str]:
-    """Return the modules of listed and installed libraries that a script imports before it runs anything of its own."""
-    files = list(files_to_search(target, kind=kind))
-    try:
-        tree = ast.parse(files[0].read_bytes())
-    except (OSError, SyntaxError, ValueError):  # the script's own error, which appears when it runs
-        return []
-    texts = [text for file in files if (text := _text_of(file))]
-    names = dict.fromkeys(_first_imports(tree, files[0].resolve().parent))
-    return [name for name in names if (library := name.partition(".")[0]) in _READS and _may_share(library, texts)]
-
-
-def files_to_search(target: str, *, kind: Literal["script", "module"]) -> Iterator[Path]:
-    """Yield the file of a script or of a module, and the Python files next to it."""
-    script = Path(target)
-    if kind == "module":
-        spec = spec_of(target)
-        script = Path(spec.origin if spec is not None and spec.origin is not None else "")
-    yield script
-    yield from sorted(script.resolve().parent.glob("*.py"))[:MAX_FILES]
-
-
-def _text_of(file: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return file.read_bytes()
-    return b""
-
-
-def _may_share(library: str, texts: list[bytes]) -> bool:
-    variable = re.compile(_READS[library].encode())
-    return importlib.util.find_spec(library) is not None and not any(map(variable.search, texts))
-
-
-def _first_imports(tree: ast.Module, folder: Path) -> Iterator[str]:
-    """Yield the modules that a script imports before its first statement of another kind, and before a module of its own."""
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the script's docstring
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            names = [node.module]
-        else:
-            return
-        if any(os.path.exists(folder / name.partition(".")[0]) or _is_file(folder, name) for name in names):
-            return
-        yield from names
-
-
-def _is_file(folder: Path, name: str) -> bool:
-    return folder.joinpath(name.partition(".")[0]).with_suffix(".py").is_file()
-
-
 if __name__ == "__main__":
-    request_, of_libraries = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
-    from mezzo.launch.child import main
-
-    at_start = _compiler_variables()
-    code_ = main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start))
+    programs_ = sys.argv[2].split(",")
+    message_, of_libraries = fork_for_requests(
+        socket.socket(fileno=int(sys.argv[1])), programs_, libraries=sys.argv[3:]
+    )
+    code = sys.modules[programs_[0]].main([message_])
     collect_all_if_needed(of_libraries)
-    sys.exit(code_)
+    sys.exit(code)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Protocol
 
-from mezzo.launch.guard import FINAL_SIGNAL, PASSED_ON, STOPPING
+from mezzo.children.guard import FINAL_SIGNAL, PASSED_ON, STOPPING
 
 if TYPE_CHECKING:
     from mezzo.records import RunRecord

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.fork_server import collect_all_if_needed, ids_to_finalise
+from mezzo.children.fork_server import collect_all_if_needed, ids_to_finalise
 
 
 class Deleted:

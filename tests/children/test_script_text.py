@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch import fork_server as module
-from mezzo.launch.fork_server import shared_libraries
+from mezzo.children import script_text as module
+from mezzo.children.script_text import shared_libraries
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ import torch
 from helpers_launch import children_in_this_process
 from helpers_waiting import LONGEST_S, until
 from mezzo import cli
-from mezzo.launch import guard
-from mezzo.launch.signals import Guarded
+from mezzo.children import guard
+from mezzo.children.signals import Guarded
 from mezzo.records import CompareRecord, DiagnoseRecord, FallbackRecord, RunRecord, read_record
 from paths import FAULTS
 
@@ -69,8 +69,8 @@ def _hears_everything() -> Iterator[None]:
 
 COMMAND = """
 import sys
-from mezzo.launch import signals as stopping
-from mezzo.launch.signals import Guarded
+from mezzo.children import signals as stopping
+from mezzo.children.signals import Guarded
 stopping._SECOND_GRACE_S, stopping._SAME_SIGNAL_S = 0.2, 0.05
 handle = stopping.Stop.handle
 def heard(self, number, frame=None):

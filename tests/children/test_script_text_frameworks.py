@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.children.script_text import needs, own_sources, spec_of
 from mezzo.errors import ScriptError
-from mezzo.launch.frameworks import framework_of, needs, own_sources, spec_of
+from mezzo.frameworks import framework_of
 from mezzo.launch.keras import observed_keras
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.request import Request
@@ -137,7 +138,7 @@ def test_a_module_is_found_without_running_its_package(tmp_path: Path, monkeypat
 
 
 def test_finding_the_framework_imports_none() -> None:
-    code = "import sys, mezzo.launch.frameworks; print({'torch', 'keras', 'paddle', 'tensorflow'} & set(sys.modules))"
+    code = "import sys, mezzo.frameworks; print({'torch', 'keras', 'paddle', 'tensorflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

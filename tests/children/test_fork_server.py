@@ -20,15 +20,15 @@ import pytest
 from helpers_launch import Display
 from helpers_waiting import until
 from mezzo import cli
+from mezzo.children import fork_server as ready
+from mezzo.children.fork_server import Starter
+from mezzo.children.signals import Guarded
 from mezzo.errors import ScriptError
-from mezzo.launch import fork_server as ready
 from mezzo.launch import runner
-from mezzo.launch.fork_server import Starter
 from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 from mezzo.launch.runner import import_ahead, run_child, shared_imports
-from mezzo.launch.signals import Guarded
-from mezzo.records import Reason, RunRecord
+from mezzo.records import RunRecord
 
 pytestmark = [
     pytest.mark.slow,  # they start and kill processes
@@ -151,7 +151,7 @@ def _standard_input(place: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def starter(_as_in_a_shell: None, _standard_input: None) -> Iterator[Starter]:
     """Hold the process that has imported PyTorch for all tests of this file."""
-    held = Starter()
+    held = Starter(*runner._PROGRAMS)
     yield held
     held.close()
     assert held._process is not None
@@ -265,7 +265,7 @@ def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
 
 @pytest.mark.usefixtures("_as_in_a_shell")
 def test_a_run_does_not_collect_what_a_shared_library_has_made(place: Path) -> None:
-    held = Starter()
+    held = Starter(*runner._PROGRAMS)
     with forking(held):
         run(place, "import scipy.stats\nimport gc\nprint(any(one is scipy.stats.norm for one in gc.get_objects()))")
     held.close()
@@ -388,7 +388,7 @@ class Pretends(types.ModuleType):
 for name in ("torch", "torch._dynamo", "torch.cuda", "mezzo.launch.torch"):
     sys.modules[name] = Pretends(name)
 sys.modules["torch"].cuda = sys.modules["torch.cuda"]
-runpy.run_module("mezzo.launch.fork_server", run_name="__main__", alter_sys=True)
+runpy.run_module("mezzo.children.fork_server", run_name="__main__", alter_sys=True)
 """
 
 
@@ -396,7 +396,7 @@ def test_a_fork_that_would_break_cuda_becomes_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def guarded(command: list[str], **more: Any) -> Guarded:
-        return Guarded([command[0], "-c", REPLACED, command[3]], **more)
+        return Guarded([command[0], "-c", REPLACED, *command[3:]], **more)
 
     monkeypatch.setattr(ready, "Guarded", guarded)
     text = """
@@ -451,13 +451,13 @@ def test_the_imports_can_begin_before_the_first_run(tmp_path: Path) -> None:
 COMMAND = """
 import sys, time
 from pathlib import Path
-from mezzo.launch.fork_server import Starter
+from mezzo.children.fork_server import Starter
 from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
-starter = Starter()
+starter = Starter("mezzo.launch.child", "mezzo.launch.torch")
 with open("output.log", "wb") as sink:
     request = Request.of_json(sys.argv[1])
-    starter.start(request, sink=sink).wait()
+    starter.start(request.packed(), request.target, kind=request.kind, sink=sink).wait()
 print(starter._process._process.pid, flush=True)
 time.sleep(60)
 """
@@ -511,16 +511,15 @@ def test_variables_that_the_compiler_reads_when_it_is_imported(
     request = request_for(tmp_path, script)
     (tmp_path / "helper.py").write_text(beside)
     why = None if named is None else f"{named}, which the compiler reads when it is imported"
-    assert ready._why_not(request) == why
+    assert ready._why_not(request.target, request.kind) == why
 
 
 def test_files_beside_the_script_that_hide_what_the_compiler_imports(tmp_path: Path) -> None:
-    request = request_for(tmp_path, "")
     (tmp_path / "sympy").mkdir()  # a folder of data hides no package
-    assert ready._why_not_here(request, ["statistics", "sympy"]) is None
+    assert ready._why_not_here(str(tmp_path), ["statistics", "sympy"]) is None
     (tmp_path / "statistics.py").touch()
     why = f"{tmp_path / 'statistics.py'} has the name of a module that is imported once for all runs"
-    assert ready._why_not_here(request, ["statistics", "sympy"]) == why
+    assert ready._why_not_here(str(tmp_path), ["statistics", "sympy"]) == why
 
 
 def test_threads_are_counted() -> None:
@@ -543,30 +542,21 @@ def test_an_open_driver_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_folder_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starter = Starter()
+    starter = Starter(*runner._PROGRAMS)
     monkeypatch.setenv("MEZZO_TEST", "1")
+    request = request_for(tmp_path, "")
     with (tmp_path / "output.log").open("wb") as sink:
-        assert starter.start(request_for(tmp_path, ""), sink=sink) is None
+        assert starter.start(request.packed(), request.target, kind=request.kind, sink=sink) is None
     assert starter.why_not_forked == "the folder or the environment changed between the runs"
-
-
-def test_settings_that_came_too_late_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
-    before = ready._compiler_variables()
-    assert ready._late_settings(before) == []
-    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "0")
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")
-    monkeypatch.setenv("PATH", "x")
-    found = ready._late_settings(before)
-    assert [reason.what for reason in found] == ["TORCHDYNAMO_VERBOSE", "TORCH_COMPILE_DISABLE"]
-    assert isinstance(found[0], Reason)
 
 
 def test_other_systems_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with shared_imports():
-        assert runner._STARTER.get() is None
+        starter = runner._STARTER.get()
+        assert starter is not None
+        assert not starter.begin("script.py", kind="script")
+        assert starter._process is None
 
 
 def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
