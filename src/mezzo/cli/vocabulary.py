@@ -111,4 +111,4 @@ EXAMPLES: Mapping[str, str] = {
     "KIND": "fsdp",
     "PORT": "8000",
 }
-"""Of options; those of arguments are SCRIPT, [ARGUMENTS] and RECORD."""
+"""Of options; arguments are SCRIPT, [ARGUMENTS] and RECORD."""
