@@ -71,7 +71,7 @@ class ProgressDisplay:
 
         Args:
             console: standard error.
-            planned: all runs to come, if they are known: only then is the time left that of the whole command.
+            planned: all runs to come, if they are known: only then is the whole command's time left known.
         """
         self.console, self._planned = console, list(planned)
         # Only a terminal can update a line, even if colours are forced into a log.

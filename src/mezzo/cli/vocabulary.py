@@ -1,4 +1,4 @@
-"""The words of help and errors: an example of each value, and what to type instead of words that people bring from other tools."""
+"""The words of help and errors: an example of each value, and what to type for the words of other tools."""
 
 from __future__ import annotations
 
@@ -111,4 +111,4 @@ EXAMPLES: Mapping[str, str] = {
     "KIND": "fsdp",
     "PORT": "8000",
 }
-"""Of options; those of arguments are SCRIPT, [ARGUMENTS] and RECORD."""
+"""Of options; arguments are SCRIPT, [ARGUMENTS] and RECORD."""

@@ -36,7 +36,7 @@ def generators(original: Any, place: Callable[[Any], Any]) -> type:
     """Return ``torch.Generator`` whose generators are on other devices than a script asks for.
 
     Args:
-        original: torch's class; its instances are those of the returned one too.
+        original: torch's class; its instances are instances of the returned class, too.
         place: returns the device for the one that the script passes, "cpu" if it passes none.
     """
 

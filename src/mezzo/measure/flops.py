@@ -11,7 +11,7 @@ matrix products, convolutions and attention, forward and backward, at two operat
     bilinear form, distances (cdist)                   2 per term of the sum
     sparse matrix with n entries, times k columns      2 n k
 
-The positions of a convolution are those of its output, of a transposed one those of its input. torch 2.13's own counter leaves
+A convolution's positions are its output's, a transposed convolution's are its input's. torch 2.13's own counter leaves
 ``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
 counted in full.
 

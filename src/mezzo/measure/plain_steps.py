@@ -110,7 +110,7 @@ def known_scales(scales: Sequence[float | None]) -> list[float]:
 
 
 # A loss belongs to the optimizers that step after its backward pass. If several backward passes precede an update by several
-# optimizers, each pass belongs to those of them whose parameters it reaches. Losses are separated only if they alternate. Models
+# optimizers, each pass belongs to the optimizers whose parameters it reaches. Losses are separated only if they alternate. Models
 # trained one after the other have one loss, and so do optimizers that step at different rates after the same passes.
 
 Owners = frozenset[int]

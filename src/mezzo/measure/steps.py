@@ -212,7 +212,7 @@ class StepRecorder:
         self.choose(range(min(keep, self.num_open)))
 
     def choose(self, positions: Sequence[int]) -> None:
-        """Keep only those of the open step's losses that are at ``positions``, counted from 0."""
+        """Keep only the open step's losses at ``positions``, counted from 0."""
         self.flush()
         self._open_loss = tuple(self._open_loss[position] for position in positions)
         self.separate_losses.choose(positions)

@@ -76,7 +76,7 @@ def output_of(request: Request) -> Path:
 
 
 def run_label(request: Request) -> str:
-    """Return a run's name in messages: that of its folder, and that of its record if the folder has several."""
+    """Return a run's name in messages: its folder's name, with its record's if the folder has several."""
     path = Path(request.record_path)
     return f"{path.parent.name}/{_part(path)}" if _part(path) else path.parent.name
 
@@ -126,7 +126,7 @@ def visible_gpus() -> list[str]:
 
 
 def listed_gpus(text: str) -> list[str]:
-    """Return the UUIDs in the output of ``nvidia-smi -L``; for a GPU divided by MIG, those of its parts."""
+    """Return the UUIDs in the output of ``nvidia-smi -L``; for a GPU divided by MIG, its parts'."""
     gpus: list[list[str]] = []
     for indent, uuid in _GPU.findall(text):
         if indent and gpus:

@@ -32,7 +32,7 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
 
     If ``out`` contains the results of another command, or files that this one would overwrite, or another command is just writing to
     it, the folder is a new one next to it, and standard error says so. The same command repeated in the same folder replaces its own
-    results; those of an attempt after which a launcher started the job again are moved to a folder inside.
+    results; if a launcher started the job again, the earlier attempt's results move to a folder inside.
 
     Args:
         out: the requested folder.

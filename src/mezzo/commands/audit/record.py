@@ -100,7 +100,7 @@ class Kernel(Value):
     count: int = 1
     time_ms: float = 0.0
     tensor_cores: bool = False
-    """Whether its name is that of a Tensor Core kernel."""
+    """Whether a Tensor Core kernel has its name."""
 
 
 class AuditRecord(WholeRecord):

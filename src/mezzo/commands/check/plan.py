@@ -43,7 +43,7 @@ MARGIN = 0.02
 _FOR_RUNS = 0.7
 """Share of the budget for the runs that are compared; the rest is for finding out why one went wrong."""
 _DIAGNOSIS_RUNS, _FALLBACK_RUNS = 3.0, 12.0
-"""How many runs of the script each needs, roughly; those of a fallback search are short. Ranges need one run."""
+"""How many runs of the script each needs, roughly; a fallback search makes short ones. Ranges need one run."""
 _FALLBACK_STEPS = 5
 
 StageKind = Literal["run", "diagnose", "ranges", "fallback"]

@@ -154,7 +154,7 @@ def predicted_gain(real_gpus: RealGpus | None, policy: str, gpu: Gpu) -> Gain | 
     if prediction is None or not prediction.possible or prediction.over_fp32 is None:
         return None
     bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
-    # One statement of trust: the mean error is that of measured rows, which not every GPU and format has.
+    # One statement of trust: the mean error comes from measured rows, which not every GPU and format has.
     trust = "such predictions are off by 12% on average" if prediction.validated else "no measurement has checked it"
     parts = [trust, "the batch does not fit" if not prediction.fits else _A_LARGER_BATCH if bound == "launch" else ""]
     over_tf32 = None if _is_tf32(policy) else prediction.over_tf32
@@ -269,8 +269,8 @@ def _times(gain: Gain | None) -> float:
 #     memory time    2 x the bytes of the four kinds / bandwidth: each is written once and read once
 #     step time      the larger of the two, at least
 #
-# The bound is the ratio of the two step times, or that of the bytes, whichever is larger: traffic beyond the counted bytes only
-# draws the ratio of times towards that of the bytes. It assumes that kernels reach the same share of the peak under both policies,
+# The bound is the ratio of the two step times or of the bytes, whichever is larger: traffic beyond the counted bytes only
+# draws the ratio of times towards the ratio of bytes. It assumes that kernels reach the same share of the peak under both policies,
 # and that everything else (launches, casts, the optimizer's arithmetic, the input pipeline) takes no time. So it is a ceiling, never
 # an estimate. A pure function; imports no torch.
 

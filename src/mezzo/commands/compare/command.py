@@ -82,7 +82,7 @@ CompareFailOn: TypeAlias = Annotated[
         metavar="VERDICTS",
         autocompletion=shared.verdicts,
         help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
-        "not_equivalent stands for all five; none for none.",
+        "not_equivalent: all five. none: never fail.",
     ),
 ]
 CompareGpus: TypeAlias = Annotated[
@@ -327,7 +327,7 @@ def limit_s(runs: Sequence[RunRecord]) -> float | None:
 def run_all(
     requests: Sequence[Request], *, timeout_s: float | None, study: Study, before: Sequence[RunRecord] = ()
 ) -> list[RunRecord]:
-    """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal arrives."""
+    """Return the records of the runs ``before``, and of the ``requests`` that end before a signal arrives."""
     from mezzo.records import AnyRecord, RunRecord
     from mezzo.studies.loop import Wanted, carry_out
 

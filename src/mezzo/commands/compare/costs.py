@@ -88,7 +88,7 @@ def time_facts(runs: Sequence[RunRecord], baselines: Sequence[RunRecord], pairs:
 def memory_ratio(pairs: Sequence[Pair]) -> float | None:
     """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, or else the four kinds.
 
-    None if unknown, or if the bytes of either are those of an emulation.
+    None if unknown, or if either run was emulated.
     """
     if not pairs:
         return None

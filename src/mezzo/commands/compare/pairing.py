@@ -1,4 +1,4 @@
-"""Which runs belong together: those of one policy, and among them those that share a seed with a run of the baseline.
+"""Which runs belong together: the runs of one policy, and the pairs with the same seed under the policy and the baseline.
 
 Everything that a comparison says about a policy is computed over the same seeds for the policy and for the baseline: a mean
 over three seeds against one over two would partly measure the third seed.

@@ -6,14 +6,14 @@ on the quantity's scale. From n differences with mean m and standard deviation s
 * The 95% confidence interval of the mean is ``m -+ t * s / sqrt(n)``, where t is the 97.5% point of Student's t with n - 1 degrees
   of freedom (Student, Biometrika 6, 1908).
 * A test that finds no difference does not show equality: few or noisy runs find none either. Two one-sided tests show equality up to a
-  margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). They run at 4%, which with the 1% of the margin's own
-  bound gives a 5% risk of calling a policy equivalent that is at the margin or beyond.
+  margin (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). Each test has a 4%
+  error, the margin 1%: together at most 5% of the policies at the margin or beyond are called equivalent.
 * A policy is different if the interval lies wholly beyond the margin on one side. Here the quantities share a risk of 5%, and
   each splits its share between the interval and the margin's bound.
 
 Values that come in steps are known only to half a step. If all seeds of a side fall into one step, the rounding is the same each time
-and no number of seeds averages it out (``unaveraged``): the interval is that much wider. Differences that are all equal are given
-a deviation of at least half a step, which is that of a count that differs by one in half of all seeds.
+and no number of seeds averages it out (``unaveraged``): the interval is that much wider. If all differences are
+equal, their standard deviation is taken as half a step: a count that differs by 1 in every second seed has that deviation.
 
 Limits: differences are assumed to be independent and roughly normal. Rows are judged one by one: of many policies that are off by the
 margin, one in twenty still passes.
@@ -200,7 +200,7 @@ def unaveraged(deviation: Array) -> Array:
 # Lehmann, Annals of Statistics 7, 1979; Shamos 1976), not the standard deviation, which a single outlier can stretch at will.
 # Its distribution has no closed form; both approximations are fitted to a million samples each. Under normal noise the estimate is
 # ``b * sqrt(chi2 / nu)`` times the true spread, with ``nu`` degrees of freedom (quantiles from 0.5% to 2.5% are right to within 2%). The
-# lower bound is that of Student's t with 3 degrees of freedom, so that it also holds for seeds with outliers: with two or three seeds
+# lower bound is taken from Student's t with 3 degrees of freedom, so that it also holds for seeds with outliers: with two or three seeds
 # it leaves a seventh of the estimate.
 
 _FITTED = {
@@ -271,7 +271,7 @@ _ERRORS = {"err", "error", "errors", "misclassified", "wrong", "wer", "cer", "ee
 _VALUE_ERRORS = {
     *("mse", "mae", "rmse", "rms", "squared", "square", "absolute", "abs", "relative", "rel", "l1", "l2", "huber"),
 }
-"""Words next to which "error" means that of a predicted value, not a share of wrong answers."""
+"""Words next to which "error" means the error of a predicted value, not a share of wrong answers."""
 _LOSSES = {"loss", "losses", "nll", "ppl", "perplexity", "bpc", "bpb", "entropy"}
 _REWARDS = {"reward", "rewards", "return", "returns", "elbo", "likelihood"}
 
@@ -309,7 +309,7 @@ class MetricGrid:
 
     step: float
     num_examples: int | None = None
-    """Number of examples counted; None if the step is that of the printed digits."""
+    """Number of examples counted; None if the printed digits make the step."""
 
     def step_on(self, scale: DifferenceScale, values: Sequence[float]) -> float:
         """Return the step on ``scale``, the mean over ``values``."""

@@ -173,8 +173,8 @@ def fault_of(trend: LossTrend, partner: LossTrend, learning: Learning, *, name: 
 
     Args:
         trend: the run's loss.
-        partner: that of the baseline's run with the same seed.
-        learning: those of all the baseline's runs.
+        partner: the same of the baseline's run with the same seed.
+        learning: the same of all the baseline's runs.
         name: the name of the loss.
         baseline: the baseline's policy.
     """

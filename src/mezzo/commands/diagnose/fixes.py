@@ -324,7 +324,7 @@ def _line(record: DiagnoseRecord) -> list[Offer]:
 
 
 def _in_torch(record: DiagnoseRecord) -> bool:
-    """Return whether a run can change the script's own calls: those of PyTorch."""
+    """Return whether a run can change the script's own calls, as only PyTorch's can be."""
     return record.run.library == "torch"
 
 

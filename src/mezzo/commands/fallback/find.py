@@ -4,7 +4,7 @@ The order of runs: the FP32 reference, FP32 with its last bit changed, FP32 roun
 nothing kept on all batches, then the search on the first batch, then the set that it found on all batches. How large an error may be is
 decided in ``allowed``.
 
-The verdict is ``not needed`` where the policy alone passes, and where its error is that of rounding in all modules together; a set
+The verdict is ``not needed`` where the policy alone passes, and where rounding in all modules together explains its error; a set
 with most of the FLOPs ``does not pay``, and a run under BF16 decides what to use instead.
 
 A run starts with the loss scale at which dynamic scaling would settle for the modules that are not kept, computed from the
@@ -309,7 +309,7 @@ def _found(
 
 
 def _fp32_share(state: SearchState, kept: ModuleSet) -> float:
-    """Return the share of FLOPs that ``kept`` has, of those of all models together."""
+    """Return the share of all models' FLOPs that ``kept`` has."""
     models = sum(local.flops for local in state.local if local.unnamed)
     flops = {local.module: local.flops for local in state.local if not local.unnamed}
     whole = max(models, sum(flops[name] for name in outermost(flops)))  # a model may not run by itself

@@ -16,14 +16,14 @@ _TIMES_CLEAR, _MOST_CLEAR = 5, 0.8
 
 
 def clear_error(tolerance: float) -> float:
-    """Return the relative error from which a gradient is clearly wrong: five tolerances, and less than that of a gradient of zeros."""
+    """Return the relative error from which a gradient is clearly wrong: five tolerances, but below 1, the error of a gradient of zeros."""
     return min(_TIMES_CLEAR * tolerance, _MOST_CLEAR)
 
 
 class ModuleError(Value):
     """The error of one module that runs alone, on its FP32 inputs: the lower precision compared with FP32.
 
-    A container's error is that of its own operations, with its children in FP32.
+    A container's error comes from its own operations, with its children in FP32.
     """
 
     module: str

@@ -50,7 +50,7 @@ def search(
     """Return a 1-minimal set of ``ranked`` modules, sorted, with which the error is at most ``tolerance``; None if even all of them fail.
 
     Args:
-        ranked: names of modules, the most suspect first. The name of a nested module begins with that of its container and a dot.
+        ranked: names of modules, the most suspect first. The name of a nested module begins with its container's name and a dot.
         verify: returns the error with these modules kept; a name includes everything inside it. NaN fails.
         tolerance: the largest error that passes.
         costs: the cost of keeping each module, 0 if left out; of two that could go, the more expensive is tried first.
@@ -141,7 +141,7 @@ def _opened(
 # The error of a gradient under a policy is compared with what rounding alone does to that gradient. It is measured: a run in FP32 in
 # which the output of every module is moved by one unit in the last place of the policy's format, up or down at random, on the same
 # batches. Two other measures were tried. A fixed number of roundoffs blames healthy networks: rounding switches ReLUs, so a ResNet at its
-# first step is off by 0.2 in FP16 and by 0.5 in BF16. The spread between batches, or between seeds, is that of the data: it is near 1 for
+# first step is off by 0.2 in FP16 and by 0.5 in BF16. The spread between batches, or between seeds, comes from the data: it is near 1 for
 # most gradients, and hides what a format loses. In healthy networks the error is 0.3 to 0.9 times what this run measures, so this is the
 # limit, or forty roundoffs where it is less.
 #
@@ -149,7 +149,7 @@ def _opened(
 # is lost has an error of 1. Gradients that rounding moves by 0.9 or more say nothing about a precision, and are not judged.
 #
 # Errors above the limit do not show that a module is at fault, either. If each module alone, on FP32 inputs, makes no more than rounding,
-# the error is that of all of them together: a search would return whichever set happens to bring it below the limit, with most of the
+# the error comes from all of them together: a search would return whichever set happens to bring it below the limit, with most of the
 # FLOPs. So a module *stands out* if its own error exceeds the tolerance, or if its values are lost as soon as its inputs are rounded as
 # well. If none does, the limit is one and a half times the largest error of rounding in any gradient: a gradient of few elements varies
 # so much that its own measure would blame every second healthy training (``python -m benchmarks verdicts`` simulates it). An error that

@@ -103,7 +103,7 @@ class MemoryTimeline(Value):
 
 
 class ModuleTime(Value):
-    """Time of one module's own operations, without those of modules inside it."""
+    """Time of one module's own operations, without the modules inside it."""
 
     module: str
     ms: dict[str, float]

@@ -104,7 +104,7 @@ def _refuse_mixed(
 
 
 def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
-    """Show ``records`` and write their pages; return the page to open: that of all comparisons together, or the first."""
+    """Show ``records`` and write their pages; return the page to open: the one with all comparisons, else the first."""
     from mezzo.commands.compare import together as several
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_page

@@ -81,12 +81,12 @@ class SearchKnowledge:
         return None if run is None else speed_of(run)
 
     def unlike_now(self, trial: Trial) -> str:
-        """Return why a trial's time cannot be compared with that of the script now in the same round and repeat; empty if it can."""
+        """Return why a trial's time cannot be compared with the script's present time in the same round and repeat; empty if it can."""
         run, now = self.runs[trial], self.runs.get(replace(trial, configuration=self.now))
         return "" if now is None else why_unlike(run, now, trial.configuration.name)
 
     def over_now(self, trial: Trial) -> float | None:
-        """Return a trial's speed over that of the script now, in the same round and repeat."""
+        """Return how many times as fast as the script now a trial is, in the same round and repeat."""
         mine, now = self.speed(trial), self.speed(replace(trial, configuration=self.now))
         if mine is None or now is None or self.unlike_now(trial):
             return None
@@ -204,7 +204,7 @@ def fault(known: SearchKnowledge, trial: Trial) -> str:
 
 
 def memory_of(run: RunRecord) -> int | None:
-    """Return the bytes that a run needs: the allocator's peak on a GPU, else those of a step; None if neither was measured."""
+    """Return the bytes that a run needs: the allocator's peak on a GPU, else the bytes of a step; None if neither was measured."""
     memory = run.memory
     return memory.cuda_reserved_bytes or memory.cuda_allocated_bytes or memory.total_bytes
 
@@ -212,8 +212,10 @@ def memory_of(run: RunRecord) -> int | None:
 def pruned(known: SearchKnowledge, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
-    Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
-    changed nothing: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
+    - A prediction rules it out.
+    - A smaller batch did not fit.
+    - It stores images channels-last, and another configuration found no images to store.
+    - Its policy changed nothing before: layout, torch.compile and checkpointing do not decide which format is used.
     """
     if configuration in known.ruled_out:
         return known.ruled_out[configuration]

@@ -30,7 +30,7 @@ class RuledOut:
 
 
 def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
-    """Return the GPU of ``--gpu`` or, without it, that of the runs; None for a CPU; a text that says why nothing is predicted."""
+    """Return the GPU of ``--gpu``, without it the GPU of the runs; None for a CPU; a text if nothing is predicted, with the reason."""
     from mezzo.gpus import find_gpu
 
     if option is not None:

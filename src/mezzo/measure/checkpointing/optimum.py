@@ -2,9 +2,9 @@
 
 A path runs from the first event to the last. At the beginning of a candidate's call it continues without a checkpoint, or jumps to
 the call's end: checkpointed, one jump for each thing that the call can keep. A *label* is a path so far: the bytes that it keeps, and
-the work that it repeats. One label dominates another with the same future if it is no worse in both. The future of a label depends on
-which later storages it keeps already (a block's output is its successor's argument), and on the choices for modules that are
-called again, so only labels that agree in these are compared. Labels beyond the budget are dropped: the bytes up to a call, and those
+the work that it repeats. A label is kept only if no other with the same remaining choices is better in bytes and work. The choices that
+remain depend on which later storages a label keeps already (a block's output is its successor's argument), and on modules that are
+called again. Labels beyond the budget are dropped: the bytes up to a call, and those
 that it saves when it runs again, are known when the call is passed.
 
 **Guarantee.** The result never exceeds the budget. It is the least costly of all plans over the candidates, unless ``slack`` is above 0:
@@ -256,8 +256,8 @@ class Paths:
 
 # ::
 #
-#     kept         storages that a plain call saved, and of each checkpointed call its arguments, what its products wrote
-#                  if it keeps that, and copies of the buffers that it changes; each storage once
+#     kept         each storage once: what plain calls saved; the arguments of checkpointed calls, their products' results if
+#                  they are kept, and copies of the buffers that they change
 #     peak         the largest of ``kept`` and, for each checkpointed call, of what is kept up to its end and what it saves
 #                  when it runs again: backward passes run in the reverse order, so what came after is gone by then
 #     recomputed   operations of the call before the last tensor that it saves; torch stops there. Not products that are kept

@@ -465,5 +465,5 @@ def _same_tensors(now: Tensor, before: Tensor) -> bool:
 
 
 def _is_reparametrised(module: nn.Module, key: str) -> bool:
-    """Return whether a hook computes the attribute from parameters in every pass, such as that of ``weight_norm``."""
+    """Return whether a hook, such as ``weight_norm``'s, computes the attribute from parameters in every pass."""
     return f"{key}_orig" in module._parameters or f"{key}_g" in module._parameters

@@ -1,6 +1,6 @@
 """Models by name, built from their architecture alone: ``timm:resnet50``, ``torchvision:vgg16``, ``transformers:gpt2``.
 
-Nothing is downloaded. Names of transformers are those of ``models.json``, which has the facts that differ from the
+Nothing is downloaded. Names of transformers stand in ``models.json``, which has the facts that differ from the
 configuration's defaults.
 """
 

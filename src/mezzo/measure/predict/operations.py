@@ -1,7 +1,7 @@
 """What one operation of a step computes and moves, from its arguments and its result: the rows of a tape.
 
-A convolution's backward pass is two products, with their own shapes and bytes: the gradient of its input and that of its weight.
-Bytes are those of a kernel that reads each operand and writes each result once. An embedding reads the rows that it returns.
+A convolution's backward pass is two products, with their own shapes and bytes: the gradients of its input and of its weight.
+Bytes count each operand read once and each result written once. An embedding reads the rows that it returns.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _convolution_backward(
     forward = _convolved(x.shape, weight.shape, grad.shape, transposed, groups)
     flops = 2 * forward.products * forward.rows * forward.columns * forward.depth
     kinds = {
-        # the gradient of the input sums over output channels, that of the weight over positions
+        # the input's gradient sums over output channels, the weight's over positions
         "convolution_input_gradient": (
             result[0],
             weight,

@@ -109,7 +109,7 @@ def predict(
         policy: the name of a preset.
         batch: the batch size.
         channels_last: whether images are stored channels-last.
-        job: how many GPUs train together; ``batch`` is that of each.
+        job: how many GPUs train together, each on a batch of ``batch``.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
         refused: the script's error by policy, where it fails.
     """

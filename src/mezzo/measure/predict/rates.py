@@ -1,7 +1,7 @@
 """Rates of one machine: for each kind of operation, a line through the seconds measured there.
 
 ``seconds = each + bytes x per_byte + work x per_flop``, by the operation's name and format, none of the three negative. A kind
-that was never timed gets the rates of the nearest one, and failing that, those of all products or of everything else.
+that was never timed gets the rates of the nearest one, else the rates of all products or of everything else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MachineRates:
         return np.array([self.line(op).seconds(op) * self.scale + self.between_s for op in operations])
 
     def line(self, operation: CostedOperation) -> CostLine:
-        """Return the line of the operation's kind; that of its class where its kind was not timed."""
+        """Return the line of the operation's kind, or of its class if its kind was not timed."""
         parts = _parts_of(operation)
         kinds = (parts, parts._replace(thin=""), parts._replace(strided=""), parts._replace(large=""))
         fallbacks = (*map("".join, kinds), PRODUCTS if operation.flops else OTHERS)

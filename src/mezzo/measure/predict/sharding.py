@@ -78,7 +78,7 @@ class GpuGroup:
         return moved / (link_of(gpu).bytes_per_s * LINK_SHARE)
 
     def step_s(self, compute_s: float, communication_s: float, tape: TrainingTape) -> float:
-        """Return the seconds of a step whose communication overlaps with its computation, except that of one layer."""
+        """Return the seconds of a step whose communication overlaps with its computation, except for one layer."""
         if not communication_s:
             return compute_s
         whole = max(1, sum(tape.units.values()))

@@ -165,7 +165,7 @@ def _shortened(module: str) -> str:
 
 
 # Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
-# enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
+# enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is as under BF16. For each of a layer's
 # three products::
 #
 #     product = as in ``time``, at the FP8 peak, with operands of one byte
@@ -209,7 +209,7 @@ class Fp8Layers:
 
 
 def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
-    """Return which products of ``operations``, those of a 16-bit step, run in FP8."""
+    """Return which products of a 16-bit step's ``operations`` run in FP8."""
     layers: dict[str, tuple[int, int]] = {}
     for op in operations:
         if op.phase == "forward" and _is_linear(op):

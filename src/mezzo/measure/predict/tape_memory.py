@@ -242,7 +242,7 @@ def bytes_by_kind(tape: TrainingTape, *, until: int, absent: Collection[int] = (
 # needs none: such a convolution is a product of the weight with each image as it is stored. Nor do groups, which matrix units do not
 # compute.
 #
-# When it may try its algorithms (``torch.backends.cudnn.benchmark``), the largest buffer among the usual ones is that of Winograd's,
+# When it may try its algorithms (``torch.backends.cudnn.benchmark``), the largest buffer among the usual ones is Winograd's,
 # kept apart from its products (NVIDIA's documentation calls it WINOGRAD_NONFUSED: "a significant workspace may be needed"). It contains
 # the transformed input, weight and result. By Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016),
 # F(4x4, 3x3), a tile of 4x4 results needs 6x6 transformed values of each channel in and out, and each pair of channels 6x6 transformed

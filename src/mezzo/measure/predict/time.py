@@ -46,7 +46,7 @@ _NARROW = ("7.0", "7.5", "8.0")
 _GROUP_COLUMNS = 16
 """Channels of a group that a grouped convolution computes together."""
 _L2_SPEED = 3.0
-"""Bandwidth of the L2 cache over that of memory."""
+"""Bandwidth of the L2 cache as a multiple of memory's."""
 _CONVOLUTIONS = ("convolution", "convolution_input_gradient", "convolution_weight_gradient")
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
 
@@ -220,7 +220,7 @@ def longer_of(device_s: Any, host_s: Any) -> Any:
     return (device_s**4 + host_s**4) ** 0.25
 
 
-# ``benchmarks/predict_fit.py`` writes that file from public measurements. The errors are those of GPUs of an architecture that
+# ``benchmarks/predict_fit.py`` writes that file from public measurements. The errors are measured on GPUs of an architecture that
 # was left out of the fit.
 
 
@@ -235,7 +235,7 @@ class Constants:
     depthwise: float = 0.2
     """Share of the FP32 rate that depthwise convolutions reach."""
     grouped: float = 0.5
-    """Rate of grouped convolutions over that of others."""
+    """Rate of grouped convolutions as a share of others'."""
     winograd: float = 2.0
     """Rate of FP32 convolutions of 3 x 3 over what their multiplications allow: Winograd's algorithm needs fewer."""
     bandwidth: float = 0.75

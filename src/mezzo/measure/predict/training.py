@@ -53,7 +53,7 @@ def record_training(
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
-        gpu: whether the operations are those of a GPU, or those of a CPU.
+        gpu: whether to record a GPU's operations, not a CPU's.
         checkpoint: a plan of ``mezzo.checkpoint`` by name, or its budget, for the model; None to keep everything.
     """
     model = _built(build, policy)

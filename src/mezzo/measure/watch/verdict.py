@@ -320,7 +320,7 @@ def _fastest_s(action: Callable[[], Any]) -> float:
 
 
 # The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
-# an operation's time is that of its launch, so only the counts of operations and bytes are meaningful there.
+# an operation takes only the time of its launch there, so only the counts of operations and bytes are meaningful there.
 
 
 class OperationTimes(TorchDispatchMode):

@@ -511,7 +511,7 @@ def real_gpus(
 
 
 def priced_as(text: str) -> str:
-    """Return the preset whose prediction is also that of ``text``, the text of a policy in a record; empty if there is none."""
+    """Return the preset that predicts ``text``, a policy in a record, as well; empty if there is none."""
     name = text.split(":")[0]
     if name not in PRESETS:
         return ""

@@ -71,7 +71,7 @@ class ScriptRecorder:
         self.sizes: list[list[int]] = []
         """Samples of each batch of each step."""
         self.from_loader = False
-        """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of the model's inputs."""
+        """Whether a loader's batches gave ``sizes``; otherwise the first dimension of the model's inputs did."""
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
         self._request, self._policy, self._gpu_queries = request, Policy.parse(request.policy), gpu_queries

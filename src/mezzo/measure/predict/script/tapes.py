@@ -1,6 +1,6 @@
 """Tapes of unmodified scripts, recorded in a process of their own (``process``). Imports no torch.
 
-The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
+The size of a batch is what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
 made to yield. For a script without loaders, the size is looked for in its arguments, its text and the files that it reads.
 """
 
@@ -136,7 +136,7 @@ def _environment() -> dict[str, str]:
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
-    A script that needs a launcher's variables gets those of the only process of a job. A script that fails because it sees the simulated
+    A script that needs a launcher's variables gets them for the only process of a job. A script that fails because it sees the simulated
     GPU runs again without it. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
 
     Args:
