@@ -328,10 +328,9 @@ def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
 
 
 def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
-    if policy.compute != "fp8" or policy.arithmetic_on(this_device(device_type))[0] != "native":
-        return
-    if native_units.convert(models, policy) == 0:
-        unconverted = native_units.layer_choices(models, policy, emulated=False)[1:]
-        why = "".join(f"; {choice.value}: {choice.reason}" for choice in unconverted)
+    emulated = policy.arithmetic_on(this_device(device_type))[0] != "native"
+    num_converted, left_alone = native_units.convert(models, policy, emulated=emulated) or (None, [])
+    if num_converted == 0:
+        why = "".join(f"; {choice.value}: {choice.reason}" for choice in left_alone)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
         session_errors.warn(message)

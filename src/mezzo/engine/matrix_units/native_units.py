@@ -47,22 +47,27 @@ _OTHER_DTYPE = "its weight is in a format that is never cast"
 _IN_FP32 = "the policy keeps it in FP32"
 
 
-def convert(models: Sequence[nn.Module], policy: Policy) -> int:
-    """Convert the linear layers of ``models`` that gain from FP8, in place, and return their number.
+def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> tuple[int, list[Choice]] | None:
+    """Convert the linear layers of ``models`` that gain from FP8, in place.
+
+    Return their number, and why the others are left alone; None if ``policy`` uses no FP8 units.
 
     Args:
         models: before their weights are cast.
-        policy: one that computes in FP8, on a device that has it.
+        policy: the policy.
+        emulated: whether the device emulates it.
 
     Raises:
         UnsupportedFormatError: torchao cannot be imported.
     """
+    if policy.compute != "fp8" or emulated:
+        return None
     reasons = [_reasons(model, policy) for model in models]
     chosen = [layer for of_model in reasons for _, layer, reason in of_model if reason is None]
     config = _config(policy) if chosen else None
     for layer in chosen:
         _convert_layer(layer, config, policy)
-    return len(chosen)
+    return len(chosen), _left_alone(reasons)
 
 
 def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:

@@ -124,7 +124,10 @@ class ScriptPrecision:
         self._unmatched -= matched
         if len(matched) < len(policy.fp32_modules):
             policy = policy.replace(fp32_modules=tuple(matched))
-        self._use_fp8_units(module, policy, device.type)
+        casting = self.casting(device.type)
+        _, left_alone = native_units.convert([module], policy, emulated=casting is None or casting.emulates) or (0, [])
+        for choice in left_alone:
+            self._notes.note_left_alone(choice.what, choice.value, choice.reason)
         if policy.casting == "model":
             conversion.cast_model(module, policy, device.type)
             self._cast_by_us.update(dict.fromkeys(module.parameters()))
@@ -132,13 +135,6 @@ class ScriptPrecision:
             conversion.keep_fp32(module, policy, device.type)
             if self.requested is not None and self.requested.master_weights:
                 conversion.keep_own_norms(module, policy, device.type)
-
-    def _use_fp8_units(self, module: nn.Module, policy: Policy, device_type: str) -> None:
-        casting = self.casting(device_type)
-        if policy.compute == "fp8" and casting is not None and not casting.emulates:
-            native_units.convert([module], policy)
-            for choice in native_units.layer_choices([module], policy, emulated=False)[1:]:
-                self._notes.note_left_alone(choice.what, choice.value, choice.reason)
 
     def _note_dtypes(self, module: nn.Module, *, lowers: bool) -> None:
         own = [p for p in module.parameters() if p not in self._cast_by_us]
