@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.harness import report
-from mezzo.measure.watch.host import HostSamples, Waits
+from mezzo.measure.host import HostSamples, Waits
 
 _CALLS, _ROUNDS = 20_000, 9
 _SAMPLES_A_SECOND = 10

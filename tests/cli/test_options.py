@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 from mezzo import cli
-from mezzo.cli.options import values
+from mezzo.cli import values
 from mezzo.cli.parser import app
 from mezzo.cli.shown_help import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.vocabulary import COMMANDS as OTHER_COMMANDS
@@ -153,8 +153,8 @@ def test_case_does_not_matter_and_other_names_are_known(typed: str, preset: str)
 
 @pytest.mark.parametrize("typed", ["as-is", "AS-IS", "As-Is"])
 def test_the_scripts_own_precision_in_any_case(typed: str) -> None:
-    from mezzo.cli.options.shared import typed_name
-    from mezzo.cli.options.values import parse_policy
+    from mezzo.cli.options import typed_name
+    from mezzo.cli.values import parse_policy
 
     assert parse_policy(typed) is None
     assert typed_name(typed, None) == ""

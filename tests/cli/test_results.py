@@ -17,7 +17,7 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli import results
-from mezzo.cli.options.folders import new_folder, resumed_folder
+from mezzo.cli.folders import new_folder, resumed_folder
 from mezzo.cli.script import Script
 from mezzo.cli.words import TYPED_WORDS
 from mezzo.errors import UsageError
@@ -263,7 +263,7 @@ def test_a_record_of_somebody_else_is_not_overwritten(out: Path, text: str) -> N
 HOLD = """
 import sys
 from pathlib import Path
-from mezzo.cli.options.folders import resumed_folder
+from mezzo.cli.folders import resumed_folder
 resumed_folder(Path(sys.argv[1]), out=None)
 print("held", flush=True)
 sys.stdin.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import record_builders as build
-from mezzo.commands.compare import together
+from mezzo.commands.compare.page import page_together
 from mezzo.records import (
     AnyRecord,
     AuditRecord,
@@ -261,7 +261,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
     for name, record in records.items():
         write_html(record, pages[name], typed=str(folder / "train.py"))
     pages |= {"together": folder / "together.html", "index": folder / "index.html"}
-    write_page(together.page([build.compare_record(), long_names()]), pages["together"])
+    write_page(page_together([build.compare_record(), long_names()]), pages["together"])
     entries = [entry_of(folder / name / "record.json", record, folder) for name, record in records.items()]
     write_index(index_sheet(entries, folder), pages["index"])
     return pages

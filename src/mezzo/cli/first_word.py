@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from mezzo.cli.options.values import with_baseline
+from mezzo.cli.values import with_baseline
 from mezzo.cli.words import LISTS, typed
 from mezzo.errors import UsageError
 

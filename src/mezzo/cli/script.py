@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import typer
 
 from mezzo.children.signals import Stop, stoppable
-from mezzo.cli import results
-from mezzo.cli.options import shared as options
-from mezzo.cli.options.folders import new_folder, resumed_folder
+from mezzo.cli import options, results
+from mezzo.cli.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.words import RESUME, resuming, target_of, typed, typed_before

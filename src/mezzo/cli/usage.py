@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mezzo.cli.options.values import with_baseline
+from mezzo.cli.values import with_baseline
 from mezzo.cli.vocabulary import COMMANDS, COUNTERPARTS, EXAMPLES, LIKELY, OTHER_NAMES
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import UsageError, nearest

@@ -13,8 +13,8 @@ import pytest
 from helpers_launch import Children, ThreeAtOnce, children_in_this_process
 from mezzo import cli
 from mezzo.cli.machines import Machine
-from mezzo.cli.options.values import Budget
 from mezzo.cli.script import Script
+from mezzo.cli.values import Budget
 from mezzo.cli.words import TYPED_WORDS
 from mezzo.commands.check.conclusion import CheckOptions, _commands, time_for_runs_s
 from mezzo.devices import Device

@@ -16,7 +16,7 @@ from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli.script import Script
 from mezzo.commands.compare import command as command
-from mezzo.commands.compare import together
+from mezzo.commands.compare.page import page_together
 from mezzo.launch.request import Request
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
@@ -84,7 +84,7 @@ def records() -> list[CompareRecord]:
 
 def test_several_comparisons_have_a_table_each_in_the_terminal(records: list[CompareRecord]) -> None:
     printed = io.StringIO()
-    render_page(together.page(records), Console(width=110, file=printed), verbose=False)
+    render_page(page_together(records), Console(width=110, file=printed), verbose=False)
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     assert "6 rows compared with 2 baselines: 2 equivalent, 2 diverged and 2 undecided." in lines
     rows = [
@@ -96,7 +96,7 @@ def test_several_comparisons_have_a_table_each_in_the_terminal(records: list[Com
 
 
 def test_several_comparisons_have_a_table_each_on_a_page(tmp_path: Path, records: list[CompareRecord]) -> None:
-    write_page(together.page(records), tmp_path / "together.html")
+    write_page(page_together(records), tmp_path / "together.html")
     page = (tmp_path / "together.html").read_text(encoding="utf-8")
     assert page.count('<table class="verdicts cards"') == 2
     assert page.count('<tr class="figures">') == 8

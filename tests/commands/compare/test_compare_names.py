@@ -8,7 +8,7 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.cli.options.shared import typed_name
+from mezzo.cli.options import typed_name
 from mezzo.commands.compare.command import _folders, _parse_policies
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy

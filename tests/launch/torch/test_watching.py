@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import training
 from mezzo.launch.torch.watching import ScriptWaits
-from mezzo.measure.watch.verdict import Loader
+from mezzo.measure.bottleneck import Loader
 from mezzo.records import Bottleneck
 from paths import SCRIPTS
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
+from mezzo.cli import options, values
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value

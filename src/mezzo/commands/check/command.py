@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
+from mezzo.cli import options, values
 from mezzo.cli.machines import Machine, machine_of, name_of
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
-from mezzo.cli.options.shared import Jobs, On, engine_of
-from mezzo.cli.options.values import Budget, seconds_of
+from mezzo.cli.options import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import write
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.values import Budget, seconds_of
 from mezzo.cli.words import with_value
 from mezzo.commands.check.conclusion import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.errors import PolicyError, UsageError

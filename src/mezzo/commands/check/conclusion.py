@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mezzo.cli.machines import Machine, how_placed
-from mezzo.cli.options.values import Budget, clock
 from mezzo.cli.script import Script
+from mezzo.cli.values import Budget, clock
 from mezzo.commands.predict.traced import predicted_for
 
 if TYPE_CHECKING:

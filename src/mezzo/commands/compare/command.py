@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
-from mezzo.cli import results
-from mezzo.cli.options import shared, values
-from mezzo.cli.options import shared as options
-from mezzo.cli.options.shared import Jobs, On, engine_of
-from mezzo.cli.options.values import seconds_of
+from mezzo.cli import options, results, values
+from mezzo.cli.options import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, changes_of, finished_before
 from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.values import seconds_of
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
 from mezzo.errors import ScriptError, UsageError, nearest
@@ -51,7 +49,7 @@ ComparePolicies: TypeAlias = Annotated[
     typer.Option(
         metavar="POLICIES",
         callback=values.policies,
-        autocompletion=shared.policies,
+        autocompletion=options.policies,
         help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
         f"Presets: {options.PRESETS_HELP}",
     ),
@@ -80,7 +78,7 @@ CompareFailOn: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="VERDICTS",
-        autocompletion=shared.verdicts,
+        autocompletion=options.verdicts,
         help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
         "not_equivalent: all five. none: never fail.",
     ),

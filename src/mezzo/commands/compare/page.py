@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
 from mezzo.commands.predict import page as predict
@@ -515,3 +516,48 @@ def _verdict_table(rows: Sequence[Row]) -> Table:
         speedup = None if row.emulated else row.speedup
         lines.append([row.policy_shown, row.verdict, speedup, row.memory_ratio, *known, row.reason])
     return Table(name="verdicts", columns=columns, rows=lines)
+
+
+# --- Several comparisons side by side: scripts in several frameworks, or one script on several machines ----------------------------
+
+
+def page_together(records: Sequence[CompareRecord]) -> Page:
+    """Return what ``records`` say; each is judged against its own baseline."""
+    frameworks = fmt.listed(list(dict.fromkeys(fmt.clean(framework_of(record)) for record in records)))
+    method = (
+        f"{frameworks}. Each policy is compared with the baseline of its own table; times of different tables come from "
+        "separate runs."
+    )
+    return Page(
+        title=f"{fmt.plural(len(records), 'comparison')} together",
+        answer=Headline(tone="quiet", word="together", sentence=_counts(records), detail=method),
+        sections=list(map(_table_of, records)),
+        environment=pages.environment_facts(records[-1].environment),
+    )
+
+
+def _table_of(record: CompareRecord) -> Section:
+    script = record.runs[0].script if record.runs else ""
+    device = record.environment.gpu or record.environment.device
+    names = (framework_of(record), PurePath(script).name, device)
+    table = verdict_grid(record)
+    ran = effective_formats(record)
+    reasons = [f"{reason}; {_formats_that_ran(formats)}" for reason, formats in zip(table.reasons, ran, strict=True)]
+    return Section(
+        title=", ".join(fmt.clean(name) for name in names if name),
+        blocks=[replace(table, reasons=reasons), Paragraph(text=COLUMNS, faint=True)],
+    )
+
+
+def _formats_that_ran(formats: FormatShares) -> str:
+    """Return the formats that really ran, and what could not be switched."""
+    shares = ", ".join(f"{part.text} {part.format}" for part in formats.shares) or "formats that were not counted"
+    return "; ".join([f"ran in {shares}", *(f"{one.what} {one.value}: {one.reason}" for one in formats.left_alone)])
+
+
+def _counts(records: Sequence[CompareRecord]) -> str:
+    judged = [row.verdict for record in records for row in record.rows if row.verdict != "baseline"]
+    counts = [(verdict, judged.count(verdict)) for verdict in VERDICT_TONES if verdict in judged]
+    words = [f"{count} {verdict_text(verdict)}" for verdict, count in counts]
+    rows = fmt.plural(len(judged), "row")
+    return f"{rows} compared with {fmt.plural(len(records), 'baseline')}: {fmt.listed(words or ['nothing to judge'])}."

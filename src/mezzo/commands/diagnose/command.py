@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from mezzo.children.signals import stoppable
-from mezzo.cli import results
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
+from mezzo.cli import options, results, values
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.cli.shown_help import HelpPage
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mezzo.cli import results
-from mezzo.cli.options import shared as options
-from mezzo.cli.options.folders import new_folder
+from mezzo.cli import options, results
+from mezzo.cli.folders import new_folder
 from mezzo.cli.shown_help import HelpPage
 from mezzo.errors import UsageError
 

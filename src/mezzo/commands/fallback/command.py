@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
-from mezzo.cli import results
-from mezzo.cli.options import shared as options
-from mezzo.cli.options.shared import Jobs, On, engine_of
+from mezzo.cli import options, results
+from mezzo.cli.options import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage

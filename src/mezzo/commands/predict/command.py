@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from mezzo.cli import results
+from mezzo.cli import options, results, values
 from mezzo.cli.first_word import check_first_word
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
-from mezzo.cli.options.folders import new_folder
+from mezzo.cli.folders import new_folder
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed, with_value
 from mezzo.commands.predict.traced import ByName, Traced, assumptions, check_target, of_model, of_script

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
-from mezzo.cli import results
-from mezzo.cli.options import values
-from mezzo.cli.options.values import NONE, names_in
+from mezzo.cli import results, values
 from mezzo.cli.script import Script, check_supported, keep_input_for
+from mezzo.cli.values import NONE, names_in
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest

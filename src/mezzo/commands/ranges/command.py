@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.options import shared as options
+from mezzo.cli import options
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.cli.shown_help import HelpPage
 

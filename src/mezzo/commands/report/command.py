@@ -12,10 +12,8 @@ from typing import Annotated
 
 import typer
 
-from mezzo.cli import results
-from mezzo.cli.options import shared
-from mezzo.cli.options import shared as options
-from mezzo.cli.options.folders import check_folder
+from mezzo.cli import options, results
+from mezzo.cli.folders import check_folder
 from mezzo.cli.shown_help import HelpPage
 from mezzo.errors import UsageError
 
@@ -36,7 +34,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RECORD...",
-            autocompletion=shared.record,
+            autocompletion=options.record,
             help="record.json files written by any command, or a folder such as runs/.",
         ),
     ],
@@ -105,7 +103,7 @@ def _refuse_mixed(
 
 def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
     """Show ``records`` and write their pages; return the page to open: the one with all comparisons, else the first."""
-    from mezzo.commands.compare import together as several
+    from mezzo.commands.compare.page import page_together
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_page
     from mezzo.report.terminal import render, render_page
@@ -126,7 +124,7 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
     folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
     together = len(compared) > 1 and not as_json
     if together:
-        write_page(several.page(compared), folder / "together.html")
+        write_page(page_together(compared), folder / "together.html")
     with results.closed_output_ignored():
         screen = results.console()
         for page, record in shown:
@@ -136,7 +134,7 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
             render(record, screen, files=f"report: {page}")
         if together:
             screen.print()
-            render_page(several.page(compared), screen, verbose=False)
+            render_page(page_together(compared), screen, verbose=False)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
     for path, (page, record) in zip(records, shown, strict=True):
         results.track(record, path, page, log_to)

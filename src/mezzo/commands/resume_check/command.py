@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.children.signals import stoppable
-from mezzo.cli.options import values
-from mezzo.cli.options.values import seconds_of
+from mezzo.cli import values
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
 from mezzo.cli.script import Script
 from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.values import seconds_of
 from mezzo.cli.words import typed
 from mezzo.secrets import hidden
 

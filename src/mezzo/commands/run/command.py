@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from mezzo.cli import results
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
-from mezzo.cli.options.values import seconds_of
+from mezzo.cli import options, results, values
 from mezzo.cli.progress import live_logging
 from mezzo.cli.script import Script, changes_of, run_and_finish
 from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.values import seconds_of
 from mezzo.cli.words import RESUME, replacing, with_value
 from mezzo.commands.predict.traced import with_fits
 from mezzo.errors import UsageError

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
+from mezzo.cli import options, values
 from mezzo.cli.machines import check_times, how_placed, machine_of
-from mezzo.cli.options import shared as options
-from mezzo.cli.options import values
-from mezzo.cli.options.shared import Jobs, On, engine_of
-from mezzo.cli.options.values import Budget, clock, seconds_of
+from mezzo.cli.options import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.values import Budget, clock, seconds_of
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.commands.tune.ruled_out import gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mezzo.children.signals import stoppable
-from mezzo.cli.options.values import NONE, Budget
 from mezzo.cli.script import Script
+from mezzo.cli.values import NONE, Budget
 from mezzo.commands.predict.traced import tracing
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure import memory
+from mezzo.measure.bottleneck import OperationTimes, OperationWork
 from mezzo.measure.flops import FLOP_COUNTS, Counted, FlopCounter, effective, is_narrow
 from mezzo.measure.memory import CudaPeaks
-from mezzo.measure.watch.verdict import OperationTimes, OperationWork
 from mezzo.records import Effective, Memory
 
 _UPDATES_MEASURED = 2  # the first successful update creates the optimizer's state

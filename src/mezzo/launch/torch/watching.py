@@ -16,9 +16,9 @@ from mezzo.gpus import find_gpu
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import TorchRun
+from mezzo.measure.bottleneck import DeviceRates, Loader, RunMeasurements, bottleneck, cpu_rates, too_short
 from mezzo.measure.environment import usable_cores
-from mezzo.measure.watch.host import GpuCounters, HostSamples, Waits, open_counters
-from mezzo.measure.watch.verdict import DeviceRates, Loader, RunMeasurements, bottleneck, cpu_rates, too_short
+from mezzo.measure.host import GpuCounters, HostSamples, Waits, open_counters
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli.options.shared import engine_of, named_cluster
+from mezzo.cli.options import engine_of, named_cluster
 from mezzo.errors import UsageError
 from mezzo.studies.on_cluster import Ray, Slurm
 from mezzo.studies.side_by_side import one_after_another

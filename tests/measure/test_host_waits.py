@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from mezzo.measure.watch import host as module
-from mezzo.measure.watch.host import Waits
+from mezzo.measure import host as module
+from mezzo.measure.host import Waits
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.measure.watch.host import GpuCounters, GpuSample, gpu_use, open_counters
+from mezzo.measure.host import GpuCounters, GpuSample, gpu_use, open_counters
 
 
 class NVMLError(Exception):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mezzo.measure.watch.host import HostSample, HostSamples, HostShares, line_of
+from mezzo.measure.host import HostSample, HostSamples, HostShares, line_of
 
 
 def test_shares_from_samples() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mezzo.measure.watch.verdict import DeviceRates, Loader, OperationWork, RunMeasurements, bottleneck, shares_of
+from mezzo.measure.bottleneck import DeviceRates, Loader, OperationWork, RunMeasurements, bottleneck, shares_of
 from mezzo.records import GpuUse
 
 RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10)

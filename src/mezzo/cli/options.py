@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from mezzo.cli import results
+from mezzo.cli import results, values
 from mezzo.cli.first_word import check_first_word
-from mezzo.cli.options import values
-from mezzo.cli.options.folders import check_folder
+from mezzo.cli.folders import check_folder
 from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
 from mezzo.errors import UsageError, nearest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.measure.watch.verdict import OperationTimes, cpu_rates
+from mezzo.measure.bottleneck import OperationTimes, cpu_rates
 
 
 def test_operations_and_bytes_by_hand() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.cli.options.values import Budget
+from mezzo.cli.values import Budget
 
 
 def test_what_happens_is_told_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:

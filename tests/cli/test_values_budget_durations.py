@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.cli.options.values import clock, seconds_of
+from mezzo.cli.values import clock, seconds_of
 from mezzo.errors import UsageError
 
 TYPED = [("90s", 90.0), ("10m", 600.0), ("1h", 3600.0), ("1.5M", 90.0), (" 2m ", 120.0)]

@@ -1,1 +1,0 @@
-"""What holds a training back: measured while it runs, judged when it has ended."""
