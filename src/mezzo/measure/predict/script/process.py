@@ -97,8 +97,10 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
 
 
 def main(arguments: list[str]) -> None:
-    """Record the requests of a file."""
+    """Record the requests of a file, and end the process: its forks have done the work, so nothing of its own has to be finalised."""
     _record_all(Path(arguments[0]))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _record_all(requests_file: Path) -> None:
