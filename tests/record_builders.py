@@ -20,10 +20,10 @@ from mezzo.records import (
     Memory,
     Metric,
     MissingState,
+    Note,
     PredictionDetail,
     PredictRecord,
     RealGpus,
-    Reason,
     ResumeCheckRecord,
     Row,
     RunRecord,
@@ -88,22 +88,22 @@ def environment(**fields: object) -> Environment:
     return Environment.model_validate(known | fields)
 
 
-def explanation(policy: str) -> list[Reason]:
+def explanation(policy: str) -> list[Note]:
     if policy == "fp32":
         value, reason = "fp32", "the policy casts nothing; TF32 is off"
-        return [Reason(what="compute", value=value, reason=reason)]
+        return [Note(what="compute", value=value, reason=reason)]
     return [
-        Reason(
+        Note(
             what="compute",
             value=f"{policy}, native on NVIDIA H100 80GB HBM3",
             reason="compute capability 9.0; matrix units take it from 8.0",
         ),
-        Reason(
+        Note(
             what="weights",
             value="fp32",
             reason="the optimizer updates them in FP32, so small updates are kept",
         ),
-        Reason(
+        Note(
             what="loss scale",
             value="dynamic from 65536, grows every 2000 updates",
             reason="small gradients would become zero in fp16",
@@ -141,7 +141,7 @@ def run_record(policy: str = "fp16", *, seed: int = 0, num_steps: int = 200, **f
         flops_by_format=SHARES.get(policy, {}),
         counted_on_step=2,
         left_alone=[
-            Reason(
+            Note(
                 what="encoder.attention.flash_attn",
                 value="fp32",
                 reason="a custom autograd function with no autocast rule",
@@ -294,7 +294,7 @@ def check_record(**fields: object) -> CheckRecord:
         evidence_of=comparison.rows[1].policy,
         gains=gains,
         memory_saved=0.232,
-        others=[Reason(what="fp16-pure", value="diverged", reason="the loss is NaN from step 121")],
+        others=[Note(what="fp16-pure", value="diverged", reason="the loss is NaN from step 121")],
         next_command="mezzo run --policy bf16 examples/train.py --epochs 3",
         next_why="trains under it, with the script unedited",
     )
@@ -311,12 +311,12 @@ def check_record(**fields: object) -> CheckRecord:
         "script": "examples/train.py",
         "answer": answer,
         "device": doctor_record().devices[1],
-        "offered": [Reason(what="tf32", value="left out", reason="no units for it")],
+        "offered": [Note(what="tf32", value="left out", reason="no units for it")],
         "budget_s": 600.0,
         "seeds": 3,
         "stages": stages,
         "comparison": comparison,
-        "notes": [Reason(what="judged by", value="the training loss", reason="no metric was named")],
+        "notes": [Note(what="judged by", value="the training loss", reason="no metric was named")],
         "environment": environment(),
     }
     return CheckRecord.model_validate(known | fields)
@@ -346,7 +346,7 @@ def resume_check_record(**fields: object) -> ResumeCheckRecord:
         "first_difference": 9,
         "missing": [missing],
         "without_effect": [
-            Reason(what="random generators", value="python: another state", reason="nothing drew from it")
+            Note(what="random generators", value="python: another state", reason="nothing drew from it")
         ],
         "checkpoints": ["/work/last.pt"],
         "folder": "runs/x",
@@ -407,7 +407,7 @@ def tune_record(**fields: object) -> TuneRecord:
         "budget_s": 600.0,
         "steps": 20,
         "repeats": 3,
-        "notes": [Reason(what="fp16", value="left out", reason="emulated here")],
+        "notes": [Note(what="fp16", value="left out", reason="emulated here")],
         "environment": environment(),
     }
     return TuneRecord.model_validate(known | fields)
@@ -438,9 +438,9 @@ def doctor_record() -> DoctorRecord:
                 formats=gpu,
             ),
         ],
-        tf32=[Reason(what="matrix products", value="off", reason="torch's default is 'highest'")],
+        tf32=[Note(what="matrix products", value="off", reason="torch's default is 'highest'")],
         advice=[
-            Reason(
+            Note(
                 what="TF32",
                 value="turn it on",
                 reason="matrix products in FP32 models then use the matrix units",
@@ -490,7 +490,7 @@ def predict_record(**fields: object) -> PredictRecord:
                 "reason": "T4 has no units for BF16",
             },
         ],
-        "assumptions": [Reason(what="layout", value="channels-last", reason="as asked for")],
+        "assumptions": [Note(what="layout", value="channels-last", reason="as asked for")],
     }
     return PredictRecord.model_validate(known | fields)
 

@@ -9,7 +9,7 @@ import torch
 
 from mezzo.engine.scaling import DynamicScale, NoScale
 from mezzo.engine.session_guard import SaferPolicy, apply_remedy, policy_note, unchanged_policy
-from mezzo.records import AlarmKind, Reason, Rewind
+from mezzo.records import AlarmKind, Note, Rewind
 
 SAFER, NONE = SaferPolicy(changed=True, note=policy_note("bf16", "r")), unchanged_policy("none")
 
@@ -45,6 +45,6 @@ def test_the_changes_of_each_return(kind: AlarmKind, scaled: bool, safer: bool, 
         before.append(rewind)
 
 
-def _short(change: Reason) -> Any:
+def _short(change: Note) -> Any:
     what = {"learning rate": "rate ", "loss scale": "scale "}.get(change.what, "")
     return f"{what}{change.value.split(',')[0]}"

@@ -19,7 +19,7 @@ from mezzo.launch.paddle import training
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.settings import AnySettings, StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Memory, Reason, RunRecord, Steps
+from mezzo.records import Effective, Memory, Note, RunRecord, Steps
 
 AS_IS = "as-is"
 
@@ -32,7 +32,7 @@ class Ran:
     steps: Steps
     effective: Effective
     memory: Memory
-    explanation: list[Reason]
+    explanation: list[Note]
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from mezzo import devices
 from mezzo.devices import Device
 from mezzo.measure import doctor
 from mezzo.measure.doctor import Facts, advice, device_report, examine, facts, tf32_state
-from mezzo.records import DoctorRecord, Reason
+from mezzo.records import DoctorRecord, Note
 
 CPU = Device(kind="cpu", name="a CPU")
 AMX_CPU = Device(kind="cpu", name="a server CPU", flags=frozenset({"amx_bf16", "amx_fp16"}))
@@ -183,8 +183,8 @@ CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"
 )
 def test_the_state_of_tf32(found: Facts, matmul: tuple[str, str], convolution: tuple[str, str]) -> None:
     assert tf32_state(found) == [
-        Reason(what="matrix products", value=matmul[0], reason=matmul[1]),
-        Reason(what="convolutions", value=convolution[0], reason=convolution[1]),
+        Note(what="matrix products", value=matmul[0], reason=matmul[1]),
+        Note(what="convolutions", value=convolution[0], reason=convolution[1]),
     ]
 
 

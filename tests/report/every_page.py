@@ -19,11 +19,11 @@ from mezzo.records import (
     Histogram,
     KindRange,
     ModuleError,
+    Note,
     Operand,
     Operation,
     Pass,
     RangesRecord,
-    Reason,
     ScaleWindow,
     TensorRange,
     TrendStep,
@@ -109,7 +109,7 @@ def audit(folder: Path) -> AuditRecord:
             )
         ],
         findings=[finding],
-        notes=[Reason(what="kernels", value="not recorded", reason="the model ran on cpu")],
+        notes=[Note(what="kernels", value="not recorded", reason="the model ran on cpu")],
     )
 
 
@@ -196,7 +196,7 @@ def ranges() -> RangesRecord:
             ScaleWindow(format="bf16", lowest=-100, highest=100, suggested=0, reason="nothing becomes zero"),
         ],
         updates=[UpdateLoss(format="bf16", num_updates=100, num_swallowed=60, worst={"head.weight": 0.9})],
-        notes=[Reason(what="forward overflow", value="head (up to 2^17)", reason="beyond fp16's 65504")],
+        notes=[Note(what="forward overflow", value="head (up to 2^17)", reason="beyond fp16's 65504")],
     )
 
 
@@ -229,8 +229,8 @@ def fallback() -> FallbackRecord:
             Verification(kept=["encoder.layers.0.attention"], error=0.0025, tensor="a.bias", steps=[1], passed=True)
         ]
         * 3,
-        ignored=[Reason(what="key.bias", value="1.3", reason="FP32 does not determine it")],
-        notes=[Reason(what="weights", value="as at the beginning", reason="updates are held back")],
+        ignored=[Note(what="key.bias", value="1.3", reason="FP32 does not determine it")],
+        notes=[Note(what="weights", value="as at the beginning", reason="updates are held back")],
     )
 
 

@@ -14,7 +14,7 @@ from mezzo.errors import RecordError, ScriptError, UsageError
 if TYPE_CHECKING:
     from mezzo.devices import Device
     from mezzo.measure.doctor import Facts
-    from mezzo.records import Reason
+    from mezzo.records import Note
     from mezzo.studies.side_by_side import Engine
 
 
@@ -101,18 +101,18 @@ def check_times(engine: Engine) -> None:
     )
 
 
-def how_placed(engine: Engine) -> list[Reason]:
+def how_placed(engine: Engine) -> list[Note]:
     """Return how the runs were placed, for a record; nothing if they ran one after another on this machine."""
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     if engine.cluster:
         most = "as many at once as it allowed" if engine.at_once is None else f"at most {engine.at_once} at once"
         value = f"placed by {engine.cluster}"
-        return [Reason(what="runs", value=value, reason=f"{most}; each record has its placement")]
+        return [Note(what="runs", value=value, reason=f"{most}; each record has its placement")]
     if engine.gives_gpus is None:
         return []
     share = "a GPU of its own" if engine.gives_gpus else "its share of the CPU's threads"
-    return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {share}")]
+    return [Note(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {share}")]
 
 
 # What another machine can compute: ``python -m mezzo.cli.machines FILE`` writes it to a file there, ``read_facts`` reads it here.

@@ -289,7 +289,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
     """
     from mezzo.children.script_text import needs
     from mezzo.launch.request import StandIn
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     need = needs("apex", target.name, kind="module" if target.module else "script")
     if need == "no" or _is_installed("apex"):
@@ -304,7 +304,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
             hint=f"type: {instead}, or, without a record: {alone}",
         )
     why = f"apex is not installed: {_RUNS} stands in for it, and the policy replaces apex.amp"
-    return StandIn(module=_RUNS, reason=Reason(what="apex.amp", value="off", reason=why))
+    return StandIn(module=_RUNS, reason=Note(what="apex.amp", value="off", reason=why))
 
 
 def _is_installed(name: str) -> bool:

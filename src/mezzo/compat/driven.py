@@ -32,7 +32,7 @@ from mezzo.measure import memory
 from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
-from mezzo.records import Effective, Memory, Reason, RunRecord
+from mezzo.records import Effective, Memory, Note, RunRecord
 from mezzo.secrets import hidden
 
 Optimizer = torch.optim.Optimizer
@@ -372,7 +372,7 @@ class Driven:
             script_sha256="",
             framework=f"torch {torch.__version__} in {framework}",
             policy=str(self.policy),
-            explanation=[Reason(what=c.what, value=c.value, reason=c.reason) for c in session.explain()],
+            explanation=[Note(what=c.what, value=c.value, reason=c.reason) for c in session.explain()],
             environment=environment(session.device.type),
             steps=self.recorder.steps(),
             memory=Memory(

@@ -35,7 +35,7 @@ from mezzo.engine.snapshots.resumable import CompleteSnapshot, contents_for_rank
 from mezzo.engine.state import SessionParts
 from mezzo.errors import GuardError, MezzoError, SessionError, SnapshotError
 from mezzo.policy import Policy
-from mezzo.records import Alarm, AlarmKind, GuardAction, Guardrails, Reason, Rewind
+from mezzo.records import Alarm, AlarmKind, GuardAction, Guardrails, Note, Rewind
 
 _RATE, _SCALE = 0.5, 16.0
 _OF_SCALE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero")
@@ -48,12 +48,12 @@ class SaferPolicy(NamedTuple):
 
     changed: bool
     """False if no policy is safer, or the policy cannot change."""
-    note: Reason
+    note: Note
 
 
-def policy_note(value: str, reason: str) -> Reason:
+def policy_note(value: str, reason: str) -> Note:
     """Return the note of a change of policy in a record."""
-    return Reason(what="policy", value=value, reason=reason)
+    return Note(what="policy", value=value, reason=reason)
 
 
 def unchanged_policy(reason: str) -> SaferPolicy:
@@ -64,7 +64,7 @@ def unchanged_policy(reason: str) -> SaferPolicy:
 class Remedy(NamedTuple):
     """What changed in a training for the rest of the run."""
 
-    changes: list[Reason]
+    changes: list[Note]
     """Empty if nothing helps."""
     changed_policy: bool = False
 
@@ -108,7 +108,7 @@ def _numbers(
     optimizers: Iterable[torch.optim.Optimizer],
     schedulers: Iterable[Any],
     scales: Iterable[Any],
-) -> list[Reason]:
+) -> list[Note]:
     """Change the loss scale or the learning rate ``times`` times."""
     if kind in _OF_SCALE:
         factor = (_SCALE if kind == "gradients zero" else 1 / _SCALE) ** times
@@ -118,7 +118,7 @@ def _numbers(
     return [_slower(_RATE**times, kind, optimizers, schedulers)]
 
 
-def _scale(scale: Any, factor: float, kind: AlarmKind) -> Reason | None:
+def _scale(scale: Any, factor: float, kind: AlarmKind) -> Note | None:
     tensor = getattr(scale, "_scale", None)
     if isinstance(scale, DynamicScale):
         state = scale.state_dict()
@@ -133,12 +133,12 @@ def _scale(scale: Any, factor: float, kind: AlarmKind) -> Reason | None:
         if factor > 1
         else f"{kind}: gradients overflowed"
     )
-    return Reason(what="loss scale", value=f"x {factor:g}", reason=why)
+    return Note(what="loss scale", value=f"x {factor:g}", reason=why)
 
 
 def _slower(
     factor: float, kind: AlarmKind, optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[Any]
-) -> Reason:
+) -> Note:
     rates: list[float] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -150,7 +150,7 @@ def _slower(
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
     shown = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(rates))
-    return Reason(
+    return Note(
         what="learning rate", value=f"x {factor:g}, now {shown}", reason=f"{kind}: smaller steps from the same weights"
     )
 

@@ -37,7 +37,7 @@ from mezzo.launch.training import StepLimit, Training, training_in
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
-from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
+from mezzo.records import AnyRecord, Finding, Note, RunRecord, SnapshotsTaken, write_record
 
 _COMPILER = "torch._dynamo"
 """Imported before the script only where runs are forked."""
@@ -124,13 +124,13 @@ def _compiler_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
 
 
-def _late_settings(before: dict[str, str] | None) -> list[Reason]:
+def _late_settings(before: dict[str, str] | None) -> list[Note]:
     """Return the compiler's variables that were set after its import, by a package: a script that names one has it imported later."""
     if before is None:
         return []
     why = "it was set while the script ran, after the compiler had read it: set it in the shell"
     changed = sorted(before.items() ^ _compiler_settings().items())
-    return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
+    return [Note(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
 
 
 def _prepare_process(request: Request) -> None:

@@ -22,7 +22,7 @@ from mezzo.launch.patches import Patches, after_import
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.training import Training
 from mezzo.library_files import is_library_file
-from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, FileRead, Metric, RankRun, Reason, RunRecord
+from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, FileRead, Metric, Note, RankRun, RunRecord
 
 INTERRUPTED = 130
 
@@ -38,7 +38,7 @@ def record_of(
     shell: dict[str, Any],
     ran: tuple[float, float],
     digest: str = "",
-    late_settings: Sequence[Reason] = (),
+    late_settings: Sequence[Note] = (),
     **measured: Any,
 ) -> AnyRecord:
     """Return the record of a run that has ended.

@@ -11,7 +11,7 @@ from pydantic_core import PydanticSerializationError
 
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, AlarmKind, GuardAction, Placement, Reason
+from mezzo.records import AS_IS, AlarmKind, GuardAction, Note, Placement
 
 _FILE_PREFIX = "@"
 """Begins a word that is the name of a file with the request, not the request itself."""
@@ -36,7 +36,7 @@ class StandIn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     module: str
-    reason: Reason
+    reason: Note
     """The entry for the record."""
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         Finding,
         Guardrails,
         Memory,
+        Note,
         OutOfMemory,
-        Reason,
         RunRecord,
         SnapshotsTaken,
         Steps,
@@ -157,7 +157,7 @@ class Training(Protocol):
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision; empty if it is not checked in this framework."""
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what the policy does in this framework on this device, with reasons; empty for ``as-is``."""
 
     def environment(self) -> Environment:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.measure.flops import FLOP_COUNTS, num_real_products
-from mezzo.records import Bottleneck, GpuUse, Limit, Reason
+from mezzo.records import Bottleneck, GpuUse, Limit, Note
 
 _LOST = 0.25
 """Share of the time from which a wait is what holds a run back. A healthy loader takes a few per cent."""
@@ -82,7 +82,7 @@ class RunMeasurements:
     """How many the process may use."""
     sleeping_line: str = ""
     gpu: GpuUse | None = None
-    not_measured: list[Reason] = field(default_factory=list)
+    not_measured: list[Note] = field(default_factory=list)
 
 
 def bottleneck(run: RunMeasurements) -> Bottleneck:

@@ -16,7 +16,7 @@ from mezzo import devices
 from mezzo.devices import Device
 from mezzo.formats import BF16, E4M3, E5M2, FP8_PAIRS, FP16, FP32, FP64, TF32, Format
 from mezzo.measure.environment import TRITON_PACKAGES, environment, nvidia_driver, package_version
-from mezzo.records import DeviceReport, DoctorRecord, FormatSupport, Reason
+from mezzo.records import DeviceReport, DoctorRecord, FormatSupport, Note
 
 _FORMATS = (FP32, TF32, FP16, BF16, E4M3, E5M2)
 _COMPILERS = ("c++", "g++", "clang++", "cl")
@@ -92,7 +92,7 @@ def device_report(device: Device, *, facts: Facts) -> DeviceReport:
     )
 
 
-def tf32_state(facts: Facts) -> list[Reason]:
+def tf32_state(facts: Facts) -> list[Note]:
     """Return whether FP32 matrix products and convolutions are computed in TF32, and why."""
     return [
         _tf32_reason(facts, what="matrix products", setting=_MATMUL, value=facts.matmul_precision),
@@ -100,7 +100,7 @@ def tf32_state(facts: Facts) -> list[Reason]:
     ]
 
 
-def advice(facts: Facts) -> list[Reason]:
+def advice(facts: Facts) -> list[Note]:
     """Return what to change on a machine with these facts.
 
     ``what`` names a finding, ``value`` the remedy and ``reason`` its benefit.
@@ -111,20 +111,20 @@ def advice(facts: Facts) -> list[Reason]:
     return [reason for part in parts for reason in part]
 
 
-def _tf32_reason(facts: Facts, *, what: str, setting: str, value: str | None) -> Reason:
+def _tf32_reason(facts: Facts, *, what: str, setting: str, value: str | None) -> Note:
     gpu = facts.gpu
     if gpu is None:
-        return Reason(what=what, value="no effect", reason="TF32 needs an NVIDIA GPU, and this machine has none")
+        return Note(what=what, value="no effect", reason="TF32 needs an NVIDIA GPU, and this machine has none")
     support = gpu.support(TF32)
     if support.level != "native":
-        return Reason(what=what, value="no effect", reason=support.reason)
+        return Note(what=what, value="no effect", reason=support.reason)
     if value is None:
-        return Reason(what=what, value="unknown", reason=f"this torch has no {setting}")
+        return Note(what=what, value="unknown", reason=f"this torch has no {setting}")
     state = "on" if value == TF32.name else "off"
-    return Reason(what=what, value=state, reason=f"{setting} is {value!r}")
+    return Note(what=what, value=state, reason=f"{setting} is {value!r}")
 
 
-def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
+def _missing_gpu_advice(facts: Facts) -> Iterator[Note]:
     if facts.driver is None:
         return
     if facts.cuda_build is None:
@@ -134,15 +134,15 @@ def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
         value = f"check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA {facts.cuda_build}"
         why = "torch sees none; once it does, training runs on that GPU"
     found = f"nvidia-smi finds a GPU (driver {facts.driver}), but {why}"
-    yield Reason(what="a GPU that torch cannot use", value=value, reason=found)
+    yield Note(what="a GPU that torch cannot use", value=value, reason=found)
 
 
-def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Reason]:
+def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Note]:
     yield _half_precision_advice(gpu)
     settings = {"matrix products": facts.matmul_precision, "convolutions": facts.conv_precision}
     off = [what for what, value in settings.items() if value not in (None, TF32.name)]
     if off and gpu.support(TF32).level == "native":
-        yield Reason(
+        yield Note(
             what=f"{TF32.name.upper()} is off for {' and '.join(off)}",
             value=f"mezzo run --policy {TF32.name}",
             reason=f"{gpu.name} has matrix units for it: {FP32.name.upper()} operands are read with"
@@ -150,39 +150,39 @@ def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Reason]:
             " changes its format",
         )
     if facts.triton is None:
-        yield Reason(
+        yield Note(
             what="Triton is missing",
             value="pip install triton (on Windows: triton-windows)",
             reason="torch.compile needs it to generate GPU kernels",
         )
 
 
-def _evidence(facts: Facts) -> Iterator[Reason]:
+def _evidence(facts: Facts) -> Iterator[Note]:
     for device in facts.devices:
         if device.kind != "cpu":
-            yield Reason(
+            yield Note(
                 what=f"Mezzo on {device.name}",
                 value="python -m pytest -m gpu, or bash benchmarks/first_gpu.sh, in the repository; tell us what they say",
                 reason=device.evidence,
             )
 
 
-def _half_precision_advice(gpu: Device) -> Reason:
+def _half_precision_advice(gpu: Device) -> Note:
     if _is_native(gpu, BF16):
-        return Reason(
+        return Note(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {BF16.name}",
             reason=f"{gpu.name} computes in it natively, and it has the range of"
             f" {FP32.name.upper()}: no loss scale to tune",
         )
     if _is_native(gpu, FP16):
-        return Reason(
+        return Note(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {FP16.name}",
             reason=f"it is the only one that {gpu.name} computes in natively; its dynamic loss"
             " scale keeps small gradients from becoming zero",
         )
-    return Reason(
+    return Note(
         what="no matrix units for half precision",
         value="compare losses and memory here, times on a GPU that has them"
         + (" (NVIDIA: compute capability 7.0 or later)" if gpu.architecture is None else ""),
@@ -190,17 +190,17 @@ def _half_precision_advice(gpu: Device) -> Reason:
     )
 
 
-def _cpu_advice(facts: Facts) -> Iterator[Reason]:
+def _cpu_advice(facts: Facts) -> Iterator[Note]:
     cpu = facts.devices[-1]
     emulated = [fmt.name.upper() for fmt in (FP16, BF16) if not _is_native(cpu, fmt)]
     if len(facts.devices) == 1 and emulated:
-        yield Reason(
+        yield Note(
             what=f"{' and '.join(emulated)} on this CPU",
             value="compare losses and memory here, and times on a GPU",
             reason="half precision is emulated here: numerics are those of a GPU, times are not",
         )
     if facts.compiler is None:
-        yield Reason(
+        yield Note(
             what="no C++ compiler",
             value="install g++ or clang++ (on Windows: Visual Studio Build Tools)",
             reason="torch.compile needs one to generate CPU kernels and fails there without it",

@@ -38,7 +38,7 @@ from mezzo.engine.matrix_units.emulation_nodes import is_recomputed, stands_for
 from mezzo.engine.matrix_units.native_units import runs_in_tf32
 from mezzo.formats import E4M3, FORMATS, FP8_PAIRS, FP32, FP64, TF32
 from mezzo.policy import Policy
-from mezzo.records import Effective, Reason
+from mezzo.records import Effective, Note
 
 CountFlops: TypeAlias = Callable[..., int]
 _FP8_DTYPES = frozenset(fmt.dtype for pair in FP8_PAIRS.values() for fmt in pair)
@@ -347,7 +347,7 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, uncoun
     """
     left = [*uncounted.left_alone, *(_not_lowered(counted, policy) if policy is not None and policy.lowers else [])]
     missing = sorted(counted.uncounted.items())
-    left += [Reason(what="FLOPs not counted", value=name, reason=why) for name, why in missing]
+    left += [Note(what="FLOPs not counted", value=name, reason=why) for name, why in missing]
     rounds = emulates and (lowered(counted.by_format) or (not counted.by_format and counted.num_lowered != 0))
     counts: dict[str, object] = {
         "flops_by_format": dict(counted.by_format),
@@ -361,24 +361,24 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, uncoun
     return uncounted.model_copy(update=counts)
 
 
-def _not_lowered(counted: Counted, policy: Policy) -> list[Reason]:
+def _not_lowered(counted: Counted, policy: Policy) -> list[Note]:
     """Return what ran in FP32 because the policy was not in effect there, or had nothing to lower."""
     total, num_lowered = sum(counted.by_format.values()), counted.num_lowered
     reasons = []
     if not total and num_lowered == 0 and not counted.uncounted:
         why = f"no matrix product, convolution or other operation ran that {policy.name} lowers, so it costs and gains nothing"
-        reasons.append(Reason(what="nothing to lower", value="no products", reason=why))
+        reasons.append(Note(what="nothing to lower", value="no products", reason=why))
     if counted.outside:
         why = (
             "forward code outside any module: only modules, autocast regions and compiled functions are switched. Call a "
             "model as model(x), not as model.forward(x); put other code into torch.autocast"
         )
-        reasons.append(Reason(what="FP32 code", value=_share(counted.outside, total), reason=why))
+        reasons.append(Note(what="FP32 code", value=_share(counted.outside, total), reason=why))
     if counted.switched_off and not (policy.fp32_modules and num_lowered):  # else the policy itself keeps it in FP32
         why = "the script or a library turns autocast off there, as by torch.autocast(enabled=False), and is not overruled"
         if policy.fp32_modules:
             why = f"the policy keeps modules in FP32 ({', '.join(policy.fp32_modules)}), and nothing else was left to lower"
-        reasons.append(Reason(what="FP32 inside modules", value=_share(counted.switched_off, total), reason=why))
+        reasons.append(Note(what="FP32 inside modules", value=_share(counted.switched_off, total), reason=why))
     return reasons
 
 

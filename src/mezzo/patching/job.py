@@ -13,7 +13,7 @@ from mezzo.patching.regions import Region, Regions
 from mezzo.patching.text import Editor, Text, first_line, last_line, unclear
 from mezzo.patching.tree import walk_scope
 from mezzo.policy import PRESETS, Policy
-from mezzo.records.values import Reason
+from mezzo.records.values import Note
 
 Opening = Callable[[ast.stmt], str]
 """Returns the context manager to enter at a statement."""
@@ -27,7 +27,7 @@ class PatchJob:
     policy: Policy
     editor: Editor = field(init=False)
     places: Places = field(init=False)
-    reasons: list[Reason] = field(default_factory=list)
+    reasons: list[Note] = field(default_factory=list)
     covered: list[tuple[int, int]] = field(default_factory=list)
     """First and last lines that were put under autocast."""
 
@@ -64,7 +64,7 @@ class PatchJob:
     def note(self, where: ast.AST | str, change: str, why: str) -> None:
         """Record a change, or something that was left alone, and why."""
         what = where if isinstance(where, str) else f"line {getattr(where, 'lineno', '?')}"
-        self.reasons.append(Reason(what=what, value=change, reason=why))
+        self.reasons.append(Note(what=what, value=change, reason=why))
 
     def imports(self, module: str) -> None:
         """Import a module at the top of the script, unless it is already imported there."""

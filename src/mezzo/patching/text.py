@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NoReturn, TypeAlias
 
-from mezzo.records.values import Reason
+from mezzo.records.values import Note
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Patch:
     """Unified, with file names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
     kind: LoopKind
     style: WrittenStyle
-    reasons: Sequence[Reason] = field(default_factory=list)
+    reasons: Sequence[Note] = field(default_factory=list)
     """What was changed, on which line, and why; also what was left alone, and why."""
     encoding: str = "utf-8"
     """The file's encoding, which ``write`` and ``write_diff`` keep."""

@@ -109,8 +109,8 @@ if TYPE_CHECKING:
     from mezzo.records.values import Guardrails as Guardrails
     from mezzo.records.values import HeldModule as HeldModule
     from mezzo.records.values import Limit as Limit
+    from mezzo.records.values import Note as Note
     from mezzo.records.values import OutOfMemory as OutOfMemory
-    from mezzo.records.values import Reason as Reason
     from mezzo.records.values import Rewind as Rewind
     from mezzo.records.values import Severity as Severity
     from mezzo.records.values import Value as Value

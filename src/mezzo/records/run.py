@@ -12,8 +12,8 @@ from mezzo.records.values import (
     Finding,
     Guardrails,
     NamedByPolicy,
+    Note,
     OutOfMemory,
-    Reason,
     Value,
     WholeRecord,
 )
@@ -123,7 +123,7 @@ class Effective(Value):
     num_lowered: int | None = None
     """How many operations of that step, products or not, read or wrote numbers below 32 bits; None where they were not counted."""
     counted_on_step: int | None = None
-    left_alone: list[Reason] = []
+    left_alone: list[Note] = []
     """What could not be switched, and why."""
     uncounted: list[str] = []
     """Compiled operations whose FLOPs are missing."""
@@ -216,7 +216,7 @@ class SnapshotsTaken(Value):
     """Models, optimizers, schedulers, scalers and generators in the last one: variable and class."""
     proof: SnapshotProof | None = None
     """None in a resumed run, and in one without a snapshot."""
-    problems: list[Reason] = []
+    problems: list[Note] = []
     """Saves that failed, and snapshots that could not be loaded, and why."""
     resumed_from: str | None = None
     resumed_updates: int | None = None
@@ -276,7 +276,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """The policy as typed, if that was another name for it, such as ``O1`` or ``kept.toml``."""
     checkpoint: str = ""
     """The requested plan of activation checkpointing, or its budget; empty without one."""
-    explanation: list[Reason] = []
+    explanation: list[Note] = []
     seed: int | None = None
     environment: Environment
     steps: Steps = Steps()
@@ -301,7 +301,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """What occupied the memory of a script that ran out of it; None for all others."""
     ranks: list[RankRun] = []
     """Every process of a run in several, rank 0 first; empty for one process. Losses above are then the mean of all ranks."""
-    between_ranks: list[Reason] = []
+    between_ranks: list[Note] = []
     """What should be the same in all ranks and is not."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as requested; None for a run that ended by itself."""

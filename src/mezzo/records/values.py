@@ -62,7 +62,7 @@ class WholeRecord(Value):
         yield self.summary
 
 
-class Reason(Value):
+class Note(Value):
     """One choice, and the reason for it."""
 
     what: str
@@ -192,7 +192,7 @@ class Bottleneck(Value):
     operation_us: float | None = None
     """Their mean time on the host."""
     gpu: GpuUse | None = None
-    not_measured: list[Reason] = []
+    not_measured: list[Note] = []
     """What could not be measured, and why."""
 
 
@@ -228,7 +228,7 @@ class Rewind(Value):
     """File name of the snapshot."""
     updates: int
     """Updates made before that snapshot."""
-    changes: list[Reason]
+    changes: list[Note]
     """What changed for the rest of the run, and why."""
     changed_policy: bool = False
     """Whether the policy is among the changes."""
@@ -266,7 +266,7 @@ class OutOfMemory(Value):
     """By kind: parameters, gradients, optimizer state, saved activations, other."""
     modules: list[HeldModule] = []
     """The largest five."""
-    not_known: list[Reason] = []
+    not_known: list[Note] = []
     """What could not be measured, and why."""
-    settings: list[Reason] = []
+    settings: list[Note] = []
     """Settings that would fit or save memory: what to write, what it saves, and the reason."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import PurePath
 from types import MappingProxyType
 
-from mezzo.records import AnyRecord, Environment, Finding, Memory, RankRun, Reason, RunRecord
+from mezzo.records import AnyRecord, Environment, Finding, Memory, Note, RankRun, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.memory import memory_kinds, memory_peaks
 from mezzo.report.colours import Style, format_style, policy_style
@@ -48,7 +48,7 @@ def command_name(record: AnyRecord) -> str:
     return record.kind.replace("_", "-")
 
 
-def facts(reasons: Sequence[Reason]) -> list[Fact]:
+def facts(reasons: Sequence[Note]) -> list[Fact]:
     """Return ``reasons`` as lines of a table."""
     return [Fact(what=fmt.clean(r.what), value=fmt.clean(r.value), reason=fmt.clean(r.reason)) for r in reasons]
 

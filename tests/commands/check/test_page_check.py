@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.commands.check.page import policy_title
-from mezzo.records import Answer, CheckRecord, Gain, Reason
+from mezzo.records import Answer, CheckRecord, Gain, Note
 from mezzo.report.html import render_html
 from mezzo.report.pages import page_of
 from mezzo.report.terminal import render
@@ -129,7 +129,7 @@ def test_a_spread_around_one_is_no_gain() -> None:
 
 
 def test_what_was_changed_is_said() -> None:
-    changed = [Reason(what="fp16", value="fp16:fp32_modules=head", reason="mezzo diagnose found the fix")]
+    changed = [Note(what="fp16", value="fp16:fp32_modules=head", reason="mezzo diagnose found the fix")]
     lines = {line.what: line.value for line in page_of(answered(changed=changed)).answer.boxed}
     assert lines["changed"] == "mezzo diagnose found the fix: fp16:fp32_modules=head"
 

@@ -10,7 +10,7 @@ import record_builders as build
 from mezzo.cli.script import Script
 from mezzo.commands.check import patches
 from mezzo.commands.check.patches import PatchOutcome, with_patch
-from mezzo.records import Reason
+from mezzo.records import Note
 
 LOOP = """\
 import torch
@@ -93,7 +93,7 @@ def test_a_patch_that_passes_its_trial_is_written_and_is_the_next_command(
 
 def test_a_patch_that_fails_its_trial_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = PatchOutcome(
-        may_be_offered=False, reasons=[Reason(what="losses", value="different", reason="by 0.5")], tried_as="bf16"
+        may_be_offered=False, reasons=[Note(what="losses", value="different", reason="by 0.5")], tried_as="bf16"
     )
     limits: list[float | None] = []
 

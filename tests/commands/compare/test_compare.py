@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers_compare import ENVIRONMENT, falling, judge, row_of, run, series, with_metric
 from mezzo.commands.compare.judge import compare
 from mezzo.errors import MezzoError, PolicyError
-from mezzo.records import CompareRecord, Effective, FileRead, Memory, Metric, Reason, Row, RunRecord
+from mezzo.records import CompareRecord, Effective, FileRead, Memory, Metric, Note, Row, RunRecord
 
 NAN, INF = math.nan, math.inf
 many = settings(max_examples=60, deadline=None)
@@ -447,7 +447,7 @@ def test_the_ratio_of_one_seed_has_no_spread_and_is_called_neither_faster_nor_sl
 
 WIDE = Effective(
     flops_by_format={"fp32": 4},
-    left_alone=[Reason(what="FP32 code", value="all", reason="forward code outside any module")],
+    left_alone=[Note(what="FP32 code", value="all", reason="forward code outside any module")],
 )
 
 
@@ -501,7 +501,7 @@ def test_a_script_with_16_bit_weights_of_its_own_has_no_fp32_run_to_compare_with
 
 
 def test_an_fp8_policy_under_which_all_ran_in_16_bits_shows_nothing_of_fp8() -> None:
-    small = Reason(what="not in fp8", value="head", reason="the last linear layer")
+    small = Note(what="not in fp8", value="head", reason="the last linear layer")
     effective = Effective(flops_by_format={"bf16": 4}, left_alone=[small])
     row = row_of(series("fp32", [1.0, 1.1]) + series("fp8", [1.0, 1.1], effective=effective), "fp8")
     assert row.verdict == "undecided"

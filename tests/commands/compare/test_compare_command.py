@@ -20,7 +20,7 @@ from mezzo.commands.compare.page import page_together
 from mezzo.launch.request import Request
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
-from mezzo.records import CompareRecord, Effective, Reason, RunRecord, read_record, write_record
+from mezzo.records import CompareRecord, Effective, Note, RunRecord, read_record, write_record
 from mezzo.report.html import write_page
 from mezzo.report.terminal import render_page
 from mezzo.studies.finished import Finished
@@ -70,7 +70,7 @@ def test_a_run_that_failed_says_nothing_of_how_long_others_may_take() -> None:
 
 
 def in_paddle(record: CompareRecord) -> CompareRecord:
-    noop = Reason(what="auto_cast", value="off", reason="Paddle casts nothing on a CPU")
+    noop = Note(what="auto_cast", value="off", reason="Paddle casts nothing on a CPU")
     effective = Effective(flops_by_format={"fp32": 10}, left_alone=[noop])
     runs = [r.model_copy(update={"framework": "paddle 3.3.1", "effective": effective}) for r in record.runs]
     rows = [r.model_copy(update={"share_by_format": {"fp32": 1.0}}) for r in record.rows]

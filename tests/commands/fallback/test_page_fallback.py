@@ -11,7 +11,7 @@ from rich.console import Console
 
 import record_builders as build
 from mezzo.commands.fallback.page import error_texts
-from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, Verification
+from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Note, Verification
 from mezzo.report import terminal
 from mezzo.report.charts.data import Nothing, TreeChart, TreeNode
 from mezzo.report.charts.modules import error_tree
@@ -58,8 +58,8 @@ def record(verdict: FallbackVerdict = "found", **fields: object) -> FallbackReco
             ),
         ],
         "noise": 1e-6,
-        "ignored": [Reason(what="key.bias", value="1.3", reason="FP32 does not determine it")],
-        "notes": [Reason(what="weights", value="as at the beginning", reason="updates are held back")],
+        "ignored": [Note(what="key.bias", value="1.3", reason="FP32 does not determine it")],
+        "notes": [Note(what="weights", value="as at the beginning", reason="updates are held back")],
     }
     return FallbackRecord(**{**values, **fields})  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import record_builders as build
 from mezzo.commands.run.page import LIMITS, bottleneck_facts
-from mezzo.records import Bottleneck, GpuUse, Limit, Reason
+from mezzo.records import Bottleneck, GpuUse, Limit, Note
 from mezzo.report.html import render_html
 from mezzo.report.pages import page_of
 from mezzo.report.terminal import render
@@ -22,7 +22,7 @@ FOUND = Bottleneck(
     operations=700,
     operation_us=6.2,
     gpu=GpuUse(name="H100", num_samples=3, utilization=0.4, power_w=350, power_limit_w=700, throttled={"heat": 0.25}),
-    not_measured=[Reason(what="input", value="not measured", reason="no DataLoader")],
+    not_measured=[Note(what="input", value="not measured", reason="no DataLoader")],
 )
 
 

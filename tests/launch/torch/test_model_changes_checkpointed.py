@@ -18,7 +18,7 @@ from mezzo.errors import MezzoError, ScriptError, SessionError, UsageError
 from mezzo.launch.request import ModelChanges
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 POLICIES = ["as-is", "fp32", "tf32", "bf16", "fp16", "bf16-master", "fp16-pure", "fp8"]
 
@@ -55,12 +55,12 @@ class Result:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.drawn: list[float] = []
-        self.explanation: list[Reason] = []
+        self.explanation: list[Note] = []
         self.activations_bytes: int | None = None
         self.model: nn.Module = nn.Identity()
 
     @property
-    def checkpointed(self) -> list[Reason]:
+    def checkpointed(self) -> list[Note]:
         return [one for one in self.explanation if one.what == "activation checkpointing"]
 
     def same(self, other: Result) -> bool:

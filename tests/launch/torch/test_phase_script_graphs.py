@@ -13,7 +13,7 @@ from torch import nn
 from mezzo.errors import ScriptError
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 WHY = (
     "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
@@ -99,7 +99,7 @@ def test_replays_of_what_trains_are_counted_and_captures_are_no_steps(
     assert all(loss == loss for loss in steps.loss)
     assert measured.effective().num_replays == counted
     notes = [one for one in measured.effective().left_alone if one.what == "CUDA graph"]
-    assert notes == ([Reason(what="CUDA graph", value="100 replays", reason=WHY)] if counted else [])
+    assert notes == ([Note(what="CUDA graph", value="100 replays", reason=WHY)] if counted else [])
 
 
 def test_a_capture_ends_the_steady_state_and_steps_after_it_are_recorded() -> None:

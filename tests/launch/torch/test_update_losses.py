@@ -13,14 +13,14 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, Reason, Steps
+from mezzo.records import AS_IS, Note, Steps
 
 POLICIES = (AS_IS, "fp32", "fp16", "bf16")
 UPDATES = 4
 Loop = Callable[[], list[float]]
 
 
-def ran(loop: Loop, policy: str = AS_IS) -> tuple[list[float], Steps, list[Reason]]:
+def ran(loop: Loop, policy: str = AS_IS) -> tuple[list[float], Steps, list[Note]]:
     """Return what a loop shows, the steps that are recorded, and what the record says about its losses."""
     torch.manual_seed(0)
     with switched(None if policy == AS_IS else Policy.parse(policy)) as (run, counted):

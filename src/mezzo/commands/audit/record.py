@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Finding, Reason, Value, WholeRecord
+from mezzo.records.values import Finding, Note, Value, WholeRecord
 
 PassKind: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
@@ -122,7 +122,7 @@ class AuditRecord(WholeRecord):
     kernels: list[Kernel] = []
     findings: list[Finding] = []
     """Findings on the script's own mixed precision come first; the run's record has these, too."""
-    notes: list[Reason] = []
+    notes: list[Note] = []
     """What could not be recorded, and why."""
 
     @property

@@ -23,7 +23,7 @@ from mezzo.commands.compare.baseline import Baseline
 from mezzo.commands.compare.pairing import grouped, listed
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
-from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Reason, Row, RunRecord
+from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Note, Row, RunRecord
 from mezzo.records.run import WIDE_POLICIES
 
 WriteCommand = Callable[..., str]
@@ -237,8 +237,8 @@ def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
     return _answer(case, "undecided", why, _deciding(case, row), row=row, changed=_changed(case, row))
 
 
-def _changed(case: Case, row: Row) -> list[Reason]:
-    return [Reason(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy]
+def _changed(case: Case, row: Row) -> list[Note]:
+    return [Note(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy]
 
 
 def _too_few_steps(case: Case, num_steps: int) -> Answer:
@@ -308,7 +308,7 @@ def _answer(
     row: Row | None = None,
     policy: str = "",
     evidence: str = "",
-    changed: Sequence[Reason] = (),
+    changed: Sequence[Note] = (),
 ) -> Answer:
     """Return an answer with the facts of ``row``; its policy is the baseline's unless ``policy`` names another."""
     command, why_command = next_step
@@ -328,9 +328,9 @@ def _answer(
     )
 
 
-def _others(case: Case, answer: str) -> list[Reason]:
+def _others(case: Case, answer: str) -> list[Note]:
     return [
-        Reason(what=row.policy, value=row.verdict, reason=_why_not(case, row))
+        Note(what=row.policy, value=row.verdict, reason=_why_not(case, row))
         for row in case.rows
         if row.policy != answer
     ]

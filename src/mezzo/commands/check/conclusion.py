@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mezzo.commands.check.runs import Check
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
-    from mezzo.records import Answer, CheckRecord, Reason
+    from mezzo.records import Answer, CheckRecord, Note
     from mezzo.studies.side_by_side import Engine
 
 
@@ -123,33 +123,33 @@ def check_record(
     )
 
 
-def _notes(opts: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Reason]:
-    from mezzo.records import Reason
+def _notes(opts: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Note]:
+    from mezzo.records import Note
 
-    notes: list[Reason] = []
+    notes: list[Note] = []
     if checking.first_steps is not None:
         why = f"the whole script does not fit the budget with {opts.seeds} seeds; what happens later is not judged"
-        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
+        notes.append(Note(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
     if opts.metric is None:
         why = "to have a metric judged as well, name it, as in --metric 'acc=([0-9.]+)'"
-        notes.append(Reason(what="judged by", value="the training loss", reason=why))
+        notes.append(Note(what="judged by", value="the training loss", reason=why))
     elif all(run.metric is None for run in checking.known.runs):
         why = f"the script printed nothing that --metric {opts.metric!r} matches in its first steps"
-        notes.append(Reason(what="judged by", value="the training loss", reason=why))
+        notes.append(Note(what="judged by", value="the training loss", reason=why))
     if case.undone:
         why = f"the budget of {clock(opts.budget.seconds)} is too short for it"
-        notes.append(Reason(what="left out", value=case.undone, reason=why))
+        notes.append(Note(what="left out", value=case.undone, reason=why))
     left_out = [name for name in ("diagnose", "ranges", "fallback") if name not in checking.known.inspecting]
     if left_out:
         names = ", ".join(left_out[:-1]) + f" and {left_out[-1]}"
         why = f"mezzo {names} do not inspect {checking.known.runs[0].framework}"
-        notes.append(Reason(what="left out", value=names.replace("diagnose", "diagnosis"), reason=why))
+        notes.append(Note(what="left out", value=names.replace("diagnose", "diagnosis"), reason=why))
     not_measured = any(gain.kind != "measured" for gain in answer.gains)
     if opts.gpu is None and not_measured:
-        notes.append(Reason(what="speed", value="on another GPU", reason="add --gpu NAME to this command"))
+        notes.append(Note(what="speed", value="on another GPU", reason="add --gpu NAME to this command"))
     predicted = case.comparison.real_gpus
     if predicted is not None and predicted.reason and not_measured:
-        notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=predicted.reason))
+        notes.append(Note(what="speed", value="a ceiling instead of a prediction", reason=predicted.reason))
     return notes
 
 

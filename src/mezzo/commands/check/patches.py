@@ -23,7 +23,7 @@ from mezzo.launch.runner import run_child
 from mezzo.measure.state_trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, Reason, RunRecord
+from mezzo.records import AS_IS, Note, RunRecord
 from mezzo.records.run import RUN_NAME, WIDE_POLICIES
 from mezzo.studies.finished import named_arguments
 
@@ -121,10 +121,10 @@ def _request(script: Script, policy: Policy, place: Path) -> Request:
 
 
 def _without(record: CheckRecord, why: str) -> CheckRecord:
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     results.note(f"--write-patch: no patch, because {why}")
-    note = Reason(what="--write-patch", value="no patch", reason=why)
+    note = Note(what="--write-patch", value="no patch", reason=why)
     return record.model_copy(update={"notes": [*record.notes, note]})
 
 
@@ -155,7 +155,7 @@ class PatchOutcome:
     """The outcome of a patch's trial."""
 
     may_be_offered: bool
-    reasons: list[Reason] = field(default_factory=list)
+    reasons: list[Note] = field(default_factory=list)
     """What was compared, by which rule, and the result."""
     tried_as: str = ""
     """The policy of the trial; not the requested one if the library computes FP16 on GPUs only."""
@@ -187,7 +187,7 @@ def try_patch(
     assert request.policy is not None
     if request.kind == "module":
         why = "a module of a package cannot be run from another folder; apply the diff and run it yourself"
-        return PatchOutcome(may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=why)])
+        return PatchOutcome(may_be_offered=False, reasons=[Note(what="trial", value="not run", reason=why)])
     trial = _Trial(request, folder.absolute(), limit_s, child)
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
@@ -200,7 +200,7 @@ def try_patch(
     if substitute is None or not isinstance(other, Patch):
         return first
     policy, why = substitute
-    notes = [Reason(what="tried as", value=str(policy), reason=why)]
+    notes = [Note(what="tried as", value=str(policy), reason=why)]
     run = first.patched if _is_bf16(first) else None
     return trial.compare(_for_cpu(other), policy, notes=notes, patched=run)
 
@@ -260,7 +260,7 @@ class _Trial:
         self._since_s = time.time()
 
     def compare(
-        self, patch: Patch, policy: Policy, *, notes: Sequence[Reason] = (), patched: RunRecord | None = None
+        self, patch: Patch, policy: Policy, *, notes: Sequence[Note] = (), patched: RunRecord | None = None
     ) -> PatchOutcome:
         """Run the patched script, unless its record is given, and the unpatched one under ``policy``; return the comparison."""
         patched = self._run_patched(patch) if patched is None else patched
@@ -274,7 +274,7 @@ class _Trial:
         if _failures(reference, patched):
             return first
         why = f"{NO_EFFECT}; the patched script ran to its end as it is, and then in the policy's formats where its auto_cast is"
-        notes = [Reason(what="tried as", value=f"{policy} under mezzo run", reason=why)]
+        notes = [Note(what="tried as", value=f"{policy} under mezzo run", reason=why)]
         return judged(reference, self._run_patched(patch, policy=policy), policy, notes)
 
     def _run_patched(self, patch: Patch, *, policy: Policy | None = None) -> RunRecord:
@@ -323,7 +323,7 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
             os.symlink(entry, copy / entry.name, target_is_directory=entry.is_dir())
 
 
-def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
+def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Note] = ()) -> PatchOutcome:
     """Return the outcome of a trial: compare the unpatched script under the policy with the patched one as it is."""
     largest = largest_difference(reference.steps.loss, patched.steps.loss)
     losses = reference.steps.loss, patched.steps.loss
@@ -332,10 +332,10 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
     limit = FORMATS[policy.compute].eps
     if not faults and not same and largest > limit:
         why = f"a loss of the first {COMPARED_STEPS} steps differs by {largest:.2g} of its value, more than one rounding: {limit:.2g}"
-        faults = [Reason(what="losses", value="different", reason=why)]
+        faults = [Note(what="losses", value="different", reason=why)]
     how = "as it is" if patched.policy == AS_IS else f"under {patched.policy}"
     compared = f"the patched script {how}, with the unpatched one under {reference.policy}, seed {reference.seed}"
-    reasons = [Reason(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
+    reasons = [Note(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
     if not faults:
         reasons.append(_agreement(reference, patched, same, largest, limit))
     return PatchOutcome(
@@ -348,15 +348,15 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
     )
 
 
-def _agreement(reference: RunRecord, patched: RunRecord, same: bool, largest: float, limit: float) -> Reason:
+def _agreement(reference: RunRecord, patched: RunRecord, same: bool, largest: float, limit: float) -> Note:
     formats = _flops(patched)
     if patched.effective.flops_by_format != reference.effective.flops_by_format:
         formats += f", where mezzo run reaches {_flops(reference)}"
     what = f"{patched.steps.num_skipped} skipped updates in both; {formats}"
     if same:
-        return Reason(what="losses", value="the same to the last bit", reason=what)
+        return Note(what="losses", value="the same to the last bit", reason=what)
     value = f"within {largest:.2g} in the first {COMPARED_STEPS} steps"
-    return Reason(what="losses", value=value, reason=f"one rounding of the format is {limit:.2g}; {what}")
+    return Note(what="losses", value=value, reason=f"one rounding of the format is {limit:.2g}; {what}")
 
 
 def _flops(run: RunRecord) -> str:
@@ -365,25 +365,25 @@ def _flops(run: RunRecord) -> str:
     return " and ".join(counts) or "no FLOPs counted"
 
 
-def _failures(reference: RunRecord, patched: RunRecord) -> list[Reason]:
+def _failures(reference: RunRecord, patched: RunRecord) -> list[Note]:
     """Return why two runs cannot be compared."""
     faults = []
     for name, run in (("unpatched", reference), ("patched", patched)):
         if run.error is not None or run.exit_code:
             why = run.error or f"it ended with exit code {run.exit_code}"
-            faults.append(Reason(what=f"{name} run", value="failed", reason=why))
+            faults.append(Note(what=f"{name} run", value="failed", reason=why))
         elif not len(run.steps):
-            faults.append(Reason(what=f"{name} run", value="no step", reason="no training step was recorded"))
+            faults.append(Note(what=f"{name} run", value="no step", reason="no training step was recorded"))
         if run.files_read:
             why = f"it read {run.files_read[0].path}, which the other run wrote; write {RUN_NAME} in the script's arguments"
-            faults.append(Reason(what=f"{name} run", value="not independent", reason=why))
+            faults.append(Note(what=f"{name} run", value="not independent", reason=why))
     if not faults and reference.changed_nothing:
         why = f"nothing ran below 32 bits under {reference.policy}"
-        faults.append(Reason(what="policy", value="changed nothing", reason=why))
+        faults.append(Note(what="policy", value="changed nothing", reason=why))
     return faults
 
 
-def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
+def _differences(reference: RunRecord, patched: RunRecord) -> list[Note]:
     """Return what differs besides the losses; computing more in 16 bits than ``mezzo run`` does is no fault."""
     faults = []
     pairs = (
@@ -393,11 +393,11 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
     for what, expected, found in pairs:
         if expected != found:
             why = f"{expected} under the policy, {found} with the patch"
-            faults.append(Reason(what=what, value="different", reason=why))
+            faults.append(Note(what=what, value="different", reason=why))
     flops_found, flops_expected = patched.effective.flops_by_format, reference.effective.flops_by_format
     if any(flops_found.get(name, 0) < flops for name, flops in flops_expected.items() if name not in WIDE_POLICIES):
         why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
-        faults.append(Reason(what="FLOPs by format", value="different", reason=why))
+        faults.append(Note(what="FLOPs by format", value="different", reason=why))
     return faults
 
 

@@ -33,8 +33,8 @@ from mezzo.records import (
     DiagnoseRecord,
     Effective,
     FallbackRecord,
+    Note,
     RangesRecord,
-    Reason,
     RunRecord,
 )
 from mezzo.records.run import INSPECTING
@@ -351,9 +351,9 @@ class Offered(NamedTuple):
     reason: str
 
     @property
-    def note(self) -> Reason:
+    def note(self) -> Note:
         """The choice in words."""
-        return Reason(what=self.policy, value="tried" if self.tried else "left out", reason=self.reason)
+        return Note(what=self.policy, value="tried" if self.tried else "left out", reason=self.reason)
 
 
 THE_BASELINE = Offered(BASELINE, True, "the baseline: all others are compared with it")

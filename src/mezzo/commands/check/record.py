@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.commands.compare.record import CompareRecord
 from mezzo.commands.doctor.record import DeviceReport
-from mezzo.records.values import Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Note, Value, WholeRecord
 
 Decision: TypeAlias = Literal["use", "stay", "undecided", "failed"]
 """``use``: a policy trains like the baseline. ``stay``: none does, or it gains nothing. ``failed``: the baseline itself does not train."""
@@ -52,9 +52,9 @@ class Answer(Value):
     gains: list[Gain] = []
     memory_saved: float | None = None
     """Share of the baseline's bytes, by the four kinds or the allocator's peak; negative where more is needed; None if not measured."""
-    changed: list[Reason] = []
+    changed: list[Note] = []
     """What was changed to get there, beyond switching the policy on."""
-    others: list[Reason] = []
+    others: list[Note] = []
     """The other policies: ``value`` is the verdict, ``reason`` why it is not the answer."""
     next_command: str
     next_why: str
@@ -85,7 +85,7 @@ class CheckRecord(WholeRecord):
     """The device that the runs were on."""
     gpu: str = ""
     """The GPU that the answer or a bound is for, if that is not the device of the runs."""
-    offered: list[Reason] = []
+    offered: list[Note] = []
     """The policies that were considered: ``value`` is ``tried`` or ``left out``."""
     budget_s: float
     seeds: int
@@ -97,7 +97,7 @@ class CheckRecord(WholeRecord):
     """None where the baseline's first run failed."""
     patch: str = ""
     """The change to the script, as a unified diff, if one was requested and passed its trial."""
-    notes: list[Reason] = []
+    notes: list[Note] = []
     """What limits the answer."""
     environment: Environment
     duration_s: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Reason, Value, WholeRecord
+from mezzo.records.values import Note, Value, WholeRecord
 
 Diagnosed: TypeAlias = Literal[
     "healthy", "scale_overflow", "range_overflow", "invalid_operation", "silent_saturation", "undecided", "unfinished"
@@ -131,7 +131,7 @@ class DiagnoseRecord(WholeRecord):
     trend: list[TrendStep] = []
     passes: list[Pass] = []
     forced_eager: bool = False
-    notes: list[Reason] = []
+    notes: list[Note] = []
 
     @property
     def has_place(self) -> bool:

@@ -12,7 +12,7 @@ from mezzo.formats import FORMATS
 from mezzo.frameworks import keras, paddle
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, LostValues, WrongGradients
 from mezzo.policy import Policy
-from mezzo.records import Diagnosed, DiagnoseRecord, Operand, Reason, RunRecord
+from mezzo.records import Diagnosed, DiagnoseRecord, Note, Operand, RunRecord
 
 DIED = "the process died"
 NOT_REACHED = "the step was not reached"
@@ -34,9 +34,9 @@ _LEAST_SHARE = 0.005
 """A smaller share is not worth a number."""
 
 
-def undecided(record: DiagnoseRecord, why: str) -> Reason:
+def undecided(record: DiagnoseRecord, why: str) -> Note:
     """Return the verdict that the operation alone suggests, and why it is not one."""
-    return Reason(what="undecided", value=f"perhaps {record.verdict.replace('_', ' ')}", reason=why)
+    return Note(what="undecided", value=f"perhaps {record.verdict.replace('_', ' ')}", reason=why)
 
 
 def too_few_steps(record: DiagnoseRecord, *, steps: int) -> str:
@@ -88,23 +88,23 @@ def _swallowed(located: Located) -> str:
     return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
-def notes(evidence: Evidence, *, backend: str) -> list[Reason]:
+def notes(evidence: Evidence, *, backend: str) -> list[Note]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
-    reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
+    reasons = [Note(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
         compiler = "tf.function" if backend == "tensorflow" else "torch.compile"
-        reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
+        reasons.append(Note(what=compiler, value="inspected steps ran eagerly", reason=why))
     if backend == "tensorflow":
         why = "values that are infinite or NaN are followed to the loss, a gradient or a weight, and no others"
-        reasons.append(Reason(what="silent saturation", value="not judged on TensorFlow", reason=why))
+        reasons.append(Note(what="silent saturation", value="not judged on TensorFlow", reason=why))
     if evidence.found_by_rank is not None:
         why = "this process received it with the gradients of all processes"
-        reasons.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
+        reasons.append(Note(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
     return reasons
 
 
-def harmless(value: Harmless) -> Reason:
+def harmless(value: Harmless) -> Note:
     """Return a note on a value that left its format and made no difference."""
     absorbed, swallowed = (" and ".join(f"{op}()" for op in ops) for ops in (value.absorbed_by, value.swallowed_by))
     where = f"{value.op}() in {PurePath(value.line).name}"
@@ -117,16 +117,16 @@ def harmless(value: Harmless) -> Reason:
             why += f"{swallowed} makes other finite numbers of it, and no gradient changes by more than rounding"
         else:
             why += f"{absorbed} returns the same for both, and no gradient changes" if absorbed else _UNREAD
-    return Reason(what="harmless", value=where, reason=why)
+    return Note(what="harmless", value=where, reason=why)
 
 
-def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Reason:
+def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Note:
     """Return the cause of a fault if a run in FP32 fails as well: in a format ``of_script``, or in FP32 itself, in ``step``."""
     if of_script:
         why = "the step leaves this format under fp32, too, because the script itself casts to it"
-        return Reason(what="cause", value=record.format, reason=why)
+        return Note(what="cause", value=record.format, reason=why)
     why = f"the training fails in FP32, too, in step {step}: precision is not the cause"
-    return Reason(what="cause", value="the training itself", reason=why)
+    return Note(what="cause", value="the training itself", reason=why)
 
 
 def elsewhere(record: DiagnoseRecord) -> str:
@@ -135,10 +135,10 @@ def elsewhere(record: DiagnoseRecord) -> str:
     return f"In {record.format.upper()} the same step fails at {record.op}(){line}, too"
 
 
-def later_in_fp32(in_fp32: DiagnoseRecord) -> Reason:
+def later_in_fp32(in_fp32: DiagnoseRecord) -> Note:
     """Return a note that FP32 also fails in the step to which a fix moved the fault."""
     why = f"the training fails in FP32, too, in step {in_fp32.step}, so no fix of the precision gets beyond it"
-    return Reason(what="cause", value="the training itself", reason=why)
+    return Note(what="cause", value="the training itself", reason=why)
 
 
 def rounded_away(record: DiagnoseRecord, form: str) -> str:

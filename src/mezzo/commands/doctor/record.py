@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mezzo.records.values import Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Note, Value, WholeRecord
 
 
 class FormatSupport(Value):
@@ -31,9 +31,9 @@ class DoctorRecord(WholeRecord):
     kind: Literal["doctor"] = "doctor"
     environment: Environment
     devices: list[DeviceReport]
-    tf32: list[Reason] = []
+    tf32: list[Note] = []
     """State of TF32 for matrix products and convolutions."""
-    advice: list[Reason] = []
+    advice: list[Note] = []
     """What to change, and what that gains."""
 
     @property

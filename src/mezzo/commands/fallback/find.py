@@ -40,7 +40,7 @@ from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, 
 from mezzo.observe.module_names import covered, outermost
 from mezzo.observe.settings import ROUNDOFFS, FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
+from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Note, RunRecord, Verification
 
 _MAX_TOLERANCE = 0.5
 _MOVED = 0.1  # share of a gradient: if FP32's last bit moves most of them by more, the runs do not compute the same
@@ -490,7 +490,7 @@ def _record(
         verifications=state.trials,
         noise=state.noise,
         rounding=max(state.rounding.values(), default=None),
-        ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_MAX_IGNORED]],
+        ignored=[Note(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_MAX_IGNORED]],
         notes=[*_notes(state), *(_in_keras(kept) if kept and not state.has_op_lists else [])],
     )
 
@@ -501,9 +501,9 @@ def _after(state: SearchState, kept: ModuleSet) -> float | None:
     return next((t.error for t in of_set if len(t.steps) == most_steps), None)
 
 
-def _notes(state: SearchState) -> list[Reason]:
+def _notes(state: SearchState) -> list[Note]:
     notes = [
-        Reason(
+        Note(
             what="weights",
             value="as at the beginning",
             reason="updates are suppressed, so that all runs compute the same; later in training other modules may fail",
@@ -512,7 +512,7 @@ def _notes(state: SearchState) -> list[Reason]:
     if state.instead:
         tried = f"under {_INSTEAD}, on the same batches, a gradient is off by {state.tried_instead:.2g}"
         notes.append(
-            Reason(
+            Note(
                 what="instead",
                 value=state.instead,
                 reason=tried if state.tried_instead else f"{state.policy.name} keeps too few digits",
@@ -521,11 +521,11 @@ def _notes(state: SearchState) -> list[Reason]:
     alone = [local for local in state.local if local.reason]
     if alone:
         value = f"{len(alone)} modules, as {alone[0].module}" if len(alone) > 1 else alone[0].module
-        notes.append(Reason(what="not run by themselves", value=value, reason=alone[0].reason))
+        notes.append(Note(what="not run by themselves", value=value, reason=alone[0].reason))
     return notes
 
 
-def _in_keras(kept: ModuleSet) -> list[Reason]:
+def _in_keras(kept: ModuleSet) -> list[Note]:
     """Return how a Keras script keeps layers in FP32 by itself."""
     why = f"an argument of the layer{'s' * (len(kept) > 1)} {', '.join(kept)}: Keras' way to keep a layer in FP32"
-    return [Reason(what="in the script", value='dtype="float32"', reason=why)]
+    return [Note(what="in the script", value='dtype="float32"', reason=why)]

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Reason, Value, WholeRecord
+from mezzo.records.values import Note, Value, WholeRecord
 
 FallbackVerdict: TypeAlias = Literal[
     "found", "does not pay", "not needed", "elsewhere", "undecided", "not repeatable", "fp32 fails"
@@ -105,9 +105,9 @@ class FallbackRecord(WholeRecord):
     """The largest error of a judged gradient when FP32 itself rounds differently."""
     rounding: float | None = None
     """The largest error of a judged gradient when FP32 rounds as coarsely as the policy; None in records of earlier versions."""
-    ignored: list[Reason] = []
+    ignored: list[Note] = []
     """Parameters that are not judged, and why."""
-    notes: list[Reason] = []
+    notes: list[Note] = []
 
     @property
     def summary(self) -> str:

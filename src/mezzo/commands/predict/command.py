@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
-    from mezzo.records import Environment, Prediction, PredictRecord, Reason
+    from mezzo.records import Environment, Note, Prediction, PredictRecord
 
 HELP = HelpPage(
     group="plan",
@@ -178,7 +178,7 @@ def _record(
     traced: Traced,
     job: GpuGroup,
     predictions: list[Prediction],
-    notes: list[Reason],
+    notes: list[Note],
     *,
     channels_last: bool,
 ) -> PredictRecord:
@@ -329,9 +329,9 @@ def cost_per_million(throughput: float, price_per_hour: float) -> float:
     return price_per_hour * _MILLION / throughput / _HOUR_S
 
 
-def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple[list[str], list[Reason]]:
+def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple[list[str], list[Note]]:
     """Return the lines of a batch script that request ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     gib = max(16, 8 * math.ceil(num_gpus * (prediction.device_bytes / 2**30 + _SPARE_GIB) / 8))
     kind = (
@@ -346,19 +346,17 @@ def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple
         f"#SBATCH --mem={gib}G",
     ]
     assumed = [
-        Reason(
+        Note(
             what="--gres",
             value=f"gpu:{kind}:{num_gpus}",
             reason="each cluster names its GPUs: sinfo -o '%G' lists its names",
         ),
-        Reason(
+        Note(
             what="--mem",
             value=f"{gib}G",
             reason=f"the step's {prediction.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
         ),
-        Reason(
-            what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"
-        ),
-        Reason(what="--time", value="not set", reason="Mezzo does not know how many steps you train"),
+        Note(what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"),
+        Note(what="--time", value="not set", reason="Mezzo does not know how many steps you train"),
     ]
     return lines, assumed

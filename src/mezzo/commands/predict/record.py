@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mezzo.records.values import Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Note, Value, WholeRecord
 
 
 class ModuleShare(Value):
@@ -133,10 +133,10 @@ class RealGpus(Value):
     unit: str = "steps"
     predictions: list[Prediction] = []
     """By GPU, then by policy; a policy is named as the comparison names it."""
-    not_predicted: list[Reason] = []
+    not_predicted: list[Note] = []
     reason: str = ""
     """Why nothing was predicted; empty if something was."""
-    assumptions: list[Reason] = []
+    assumptions: list[Note] = []
 
 
 class PredictRecord(WholeRecord):
@@ -163,7 +163,7 @@ class PredictRecord(WholeRecord):
     """The fastest prediction that fits, in detail."""
     slurm: list[str] = []
     """Lines of a batch script that request its GPU."""
-    assumptions: list[Reason] = []
+    assumptions: list[Note] = []
     no_other_batch: str = ""
     """Why the predictions at other batch sizes do not follow from the script's own; empty if they do."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
-    from mezzo.records import RealGpus, Reason, RunRecord
+    from mezzo.records import Note, RealGpus, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Traced:
     batch: int
     optimizer: str
     tapes: dict[str, Tapes]
-    assumptions: list[Reason]
+    assumptions: list[Note]
     channels_last: bool | None = None
     """Whether images are stored channels-last; None where there are none."""
     checkpoint: str = ""
@@ -230,7 +230,7 @@ def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     return shared_imports(target, kind="module" if as_module else "script")
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Reason]:
+def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Note]:
     """Return what every prediction assumes.
 
     Args:
@@ -240,21 +240,21 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         only_options: whether only the options decide the layout.
     """
     from mezzo.measure.predict.tape_memory import DRIVER_BYTES
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     default = "--channels-last was not given" if only_options else "as the script stores its images"
     faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
     why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
-    layout = Reason(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
+    layout = Note(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
     return [
         *([] if own_layout is None else [layout]),
-        Reason(
+        Note(
             what="fp32 and tf32",
             value="all products in one of them",
             reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
         ),
-        Reason(what="input pipeline", value="keeps up", reason="its time is not predicted"),
-        Reason(
+        Note(what="input pipeline", value="keeps up", reason="its time is not predicted"),
+        Note(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
             reason="it depends on the driver; of cuDNN's workspaces, only copies of channels-first operands are counted",
@@ -263,13 +263,13 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
     ]
 
 
-def _sharing(job: GpuGroup) -> Reason:
+def _sharing(job: GpuGroup) -> Note:
     from mezzo.measure.predict.sharding import LINK_SHARE
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     if job.num_gpus == 1:
-        return Reason(what="step", value="eager, one GPU", reason="torch.compile is not predicted")
-    return Reason(
+        return Note(what="step", value="eager, one GPU", reason="torch.compile is not predicted")
+    return Note(
         what="step",
         value=f"eager, {job.num_gpus} GPUs of one machine, {job.shard}",
         reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption: no measured job confirms it",
@@ -361,7 +361,7 @@ def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
     return record.model_copy(update={"out_of_memory": oom})
 
 
-def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason], str]:
+def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Note], str]:
     """Return the largest batches, or why there are none."""
     from mezzo.gpus import find_gpu
     from mezzo.policy import PRESETS, canonical
@@ -378,7 +378,7 @@ def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason],
         return [], error.message
 
 
-def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
+def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script.plan import script_plan
 
@@ -411,7 +411,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     return reasons
 
 
-def _reason(value: str, why: str) -> Reason:
-    from mezzo.records import Reason
+def _reason(value: str, why: str) -> Note:
+    from mezzo.records import Note
 
-    return Reason(what=_WHAT, value=value, reason=why)
+    return Note(what=_WHAT, value=value, reason=why)

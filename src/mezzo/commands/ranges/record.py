@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Reason, Value, WholeRecord
+from mezzo.records.values import Note, Value, WholeRecord
 
 RangeKind: TypeAlias = Literal["activations", "activation gradients", "weight gradients", "weights", "updates"]
 GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
@@ -149,7 +149,7 @@ class RangesRecord(WholeRecord):
     tensors: list[TensorRange] = []
     windows: list[ScaleWindow] = []
     updates: list[UpdateLoss] = []
-    notes: list[Reason] = []
+    notes: list[Note] = []
     """Consequences of the values, and what was not recorded."""
 
     @property

@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 
 from mezzo.commands.resume_check.record import StateKind
 from mezzo.measure.state_trace import ObjectState, OptimizerState, Point, RunTrace, same_number
-from mezzo.records import MissingState, Reason, ResumeVerdict
+from mezzo.records import MissingState, Note, ResumeVerdict
 
 _NO_EFFECT = "no loss and no weight depended on it"
 
@@ -38,7 +38,7 @@ class Judgement:
     resumed_at: int | None = None
     first_difference: int | None = None
     missing: list[MissingState] = field(default_factory=list)
-    without_effect: list[Reason] = field(default_factory=list)
+    without_effect: list[Note] = field(default_factory=list)
 
 
 def judged(runs: Runs) -> Judgement:
@@ -102,7 +102,7 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
     if not missing and _same_course(difference, pair) and not failed and _same_end(runs):
         why = f"resumed after step {pair.resumed_after}, it ran the same {runs.resumed.num_updates} steps, bit for bit"
         without_effect = [
-            Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
+            Note(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
             for one in harmless
         ]
         return Judgement(verdict="exact", why=why, resumed_at=pair.resumed_after, without_effect=without_effect)

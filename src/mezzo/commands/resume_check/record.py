@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Note, Value, WholeRecord
 
 ResumeVerdict: TypeAlias = Literal["exact", "differs", "does_not_resume", "no_checkpoint", "undecided"]
 """``exact``: the same losses and weights in every step. ``differs``: the differences are named. ``undecided``: two runs already differ."""
@@ -63,7 +63,7 @@ class ResumeCheckRecord(WholeRecord):
     """The first step whose loss or weights differ; None if none does."""
     missing: list[MissingState] = []
     """The parts that were not restored; the first are most often the cause of the others."""
-    without_effect: list[Reason] = []
+    without_effect: list[Note] = []
     """Differences that had no effect in this run."""
     checkpoints: list[str] = []
     """Files, or folders of them, that the stopped run wrote and the resumed one read, or could have read."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
     from mezzo.policy import Policy
-    from mezzo.records import Reason, RunRecord, TuneRecord
+    from mezzo.records import Note, RunRecord, TuneRecord
     from mezzo.studies.side_by_side import Engine
 
 HELP = HelpPage(
@@ -192,13 +192,13 @@ def _changes(text: str) -> list[Changes]:
     return [CHANGES[name] for name in names]
 
 
-def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str | None) -> list[Reason]:
+def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str | None) -> list[Note]:
     """Return why a Keras script's models stay as they are: policies and values of its own options are tried.
 
     Raises:
         ScriptError: an option asks for what Mezzo cannot change or measure in Keras.
     """
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     if checkpoint is not None:
         script.check_supported("--checkpoint")
@@ -210,7 +210,7 @@ def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str 
             hint="leave --memory out",
         )
     why = "the script itself decides on them: jit_compile of its compile, data_format of its layers"
-    return [Reason(what="not tried", value="changes to the models", reason=why)]
+    return [Note(what="not tried", value="changes to the models", reason=why)]
 
 
 def _target(gpu: str | None) -> Gpu | str | None:
@@ -225,11 +225,11 @@ def _plans(text: str | None) -> list[str]:
     return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 
 
-def _policies(here: Device, named: list[Policy | None] | None) -> tuple[list[Reason], list[str]]:
+def _policies(here: Device, named: list[Policy | None] | None) -> tuple[list[Note], list[str]]:
     """Return what is left out, with reasons, and the policies to try in addition to the script's own precision."""
     from mezzo.formats import BF16, E4M3, FP16, TF32
     from mezzo.launch.request import policy_text
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     if named is not None:
         return [], [policy_text(policy) for policy in named]
@@ -240,7 +240,7 @@ def _policies(here: Device, named: list[Policy | None] | None) -> tuple[list[Rea
             native.append(name)
             continue
         slow = "; emulated, it is never faster" if support.level == "emulated" else ""
-        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {support.reason}{slow}"))
+        left_out.append(Note(what=name, value="left out", reason=f"{here.name}: {support.reason}{slow}"))
     return left_out, native
 
 
@@ -270,7 +270,7 @@ def _tuning(
     )
 
 
-def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:
+def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Note]) -> tuple[TuneRecord, int]:
     """Run what is needed; return the record and the exit code."""
     from mezzo.commands.tune.answer import answered
     from mezzo.commands.tune.plan import Trial
@@ -306,22 +306,22 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
     return record, 0 if best.decision in ("use", "keep") else 1
 
 
-def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
+def _hints(runs: Iterable[RunRecord]) -> list[Note]:
     """Return what to do about the errors of runs."""
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     errors = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
-    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in errors.items()]
+    return [Note(what="to fix it", value=hint, reason=error) for hint, error in errors.items()]
 
 
-def _limits(steps: int) -> list[Reason]:
+def _limits(steps: int) -> list[Note]:
     from mezzo.commands.tune.plan import TIMES_LONGER
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     judged = f"the first {TIMES_LONGER * steps} steps of each seed"
     return [
-        Reason(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
-        Reason(
+        Note(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
+        Note(
             what="not tried",
             value="CUDA graphs of whole steps",
             reason="a captured step needs its batch at fixed addresses and must not read a number on the host, so only the script can "

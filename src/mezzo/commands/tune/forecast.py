@@ -18,7 +18,7 @@ from mezzo.measure.predict.plan import failure, impossible, predict, recorded_as
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.predict.tape_memory import predict_memory
 from mezzo.policy import PRESETS
-from mezzo.records import AS_IS, Reason
+from mezzo.records import AS_IS, Note
 
 MEMORY_ERROR = 0.1
 """Share by which a predicted step must exceed the limit to be ruled out: 90% of measured peaks lie within it of their predictions."""
@@ -54,7 +54,7 @@ def forecasts(
     gpu: Gpu | None,
     as_module: bool = False,
     in_time: Callable[[], bool] = lambda: True,
-) -> tuple[dict[Configuration, Forecast], list[Reason]]:
+) -> tuple[dict[Configuration, Forecast], list[Note]]:
     """Return predictions by configuration, and what could not be predicted; nothing is run.
 
     Args:
@@ -66,13 +66,13 @@ def forecasts(
         in_time: whether there is time for one more trace.
     """
     found: dict[Configuration, Forecast] = {}
-    notes: list[Reason] = []
+    notes: list[Note] = []
     wanted = [one for one in configurations if predictable(one) and not (gpu and impossible(gpu, one.policy))]
     for settings in dict.fromkeys(one.settings for one in wanted):
         alike = [one for one in wanted if one.settings == settings]
         shown = ", ".join(f"{name} {value}" for name, value in settings) or "the script's own options"
         if not in_time():
-            notes.append(Reason(what="not predicted", value=shown, reason="a fifth of the budget went to predictions"))
+            notes.append(Note(what="not predicted", value=shown, reason="a fifth of the budget went to predictions"))
             continue
         arguments = [word.replace("{run}", "predict") for word in alike[0].arguments(own)]
         try:
@@ -80,12 +80,12 @@ def forecasts(
             traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False, on_gpu=gpu is not None)
             for one in alike:
                 if why := failure(one.policy, traced.refused):
-                    notes.append(Reason(what="not predicted", value=one.name, reason=why))
+                    notes.append(Note(what="not predicted", value=one.name, reason=why))
                 else:
                     found[one] = _forecast(traced, one, gpu)
         except MezzoError as error:
             why = error.message.partition("\n")[0]
-            notes.append(Reason(what="not predicted", value=shown, reason=why))
+            notes.append(Note(what="not predicted", value=shown, reason=why))
     return found, notes
 
 
@@ -142,7 +142,7 @@ def ruled_out(
     return reasons
 
 
-def not_predicted(configurations: Sequence[Configuration]) -> list[Reason]:
+def not_predicted(configurations: Sequence[Configuration]) -> list[Note]:
     """Return why some kinds of configurations are never ruled out by predictions."""
     left = {
         AS_IS: any(one.policy == AS_IS for one in configurations),
@@ -151,4 +151,4 @@ def not_predicted(configurations: Sequence[Configuration]) -> list[Reason]:
     }
     named = [name for name, present in left.items() if present]
     why = "the predictor does not know what the script's own precision, torch.compile or checkpointing from outside change"
-    return [Reason(what="never ruled out", value=", ".join(named), reason=why)] if named else []
+    return [Note(what="never ruled out", value=", ".join(named), reason=why)] if named else []

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.commands.compare.record import Verdict
 from mezzo.records.run import Placement
-from mezzo.records.values import Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Note, Value, WholeRecord
 
 TuneDecision: TypeAlias = Literal["use", "keep", "undecided", "failed"]
 """``use``: a configuration is faster. ``keep``: none is, beyond noise. ``undecided``: no time. ``failed``: the script itself fails."""
@@ -83,7 +83,7 @@ class TuneRecord(WholeRecord):
     steps: int
     """Steps of each run in the first round."""
     repeats: int
-    notes: list[Reason] = []
+    notes: list[Note] = []
     """What was left out, and what limits the answer."""
     environment: Environment
     duration_s: float = 0.0

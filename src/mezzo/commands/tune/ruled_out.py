@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mezzo.commands.tune.plan import Configuration
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
 _SHARE = 0.2
 """The largest share of the budget that predictions may take."""
@@ -26,7 +26,7 @@ class RuledOut:
 
     reasons: dict[Configuration, str] = field(default_factory=dict)
     """The reason why each of these configurations is not run."""
-    notes: list[Reason] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
@@ -47,13 +47,13 @@ def rule_out(
 
     On a CPU the time of scripts is not predicted, so without a limit there is nothing to predict.
     """
-    from mezzo.records import Reason
+    from mezzo.records import Note
 
     if isinstance(gpu, str):
-        return RuledOut(notes=[Reason(what="predictions", value="none", reason=gpu)])
+        return RuledOut(notes=[Note(what="predictions", value="none", reason=gpu)])
     if gpu is None and limit_bytes is None:
         why = "the time of scripts is predicted for GPUs only, and there is no --memory to limit this CPU"
-        return RuledOut(notes=[Reason(what="predictions", value="none", reason=why)])
+        return RuledOut(notes=[Note(what="predictions", value="none", reason=why)])
     where = "this CPU" if gpu is None else gpu.label
     budget.say(f"predicting what fits on {where}" + ("" if gpu is None else ", and how fast it is"))
     end_s = budget.spent_s + _SHARE * budget.seconds
@@ -72,7 +72,7 @@ def rule_out(
     limits = [limit_bytes, None if gpu is None else gpu.memory_bytes - DRIVER_BYTES]
     limit = min((one for one in limits if one is not None), default=None)
     reasons = ruled_out(found, limit_bytes=limit, where=where, now=configurations[0])
-    summary = Reason(
+    summary = Note(
         what="predictions",
         value=f"{len(reasons)} of {len(configurations)} configurations are not run",
         reason=f"{len(found)} were predicted for {where}",

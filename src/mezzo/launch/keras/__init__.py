@@ -26,7 +26,7 @@ from mezzo.measure.environment import environment, environment_without_torch, pa
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, OutOfMemory, Reason, Steps
+from mezzo.records import Effective, Environment, Memory, Note, OutOfMemory, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
@@ -211,10 +211,10 @@ class KerasTraining(WithoutPyTorch):
         """Return the formats in which products actually ran."""
         return self._run.effective()
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what the policy does in Keras, with reasons."""
         choices = [] if self._run.policy is None else explain(self._run.policy)
-        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+        return [Note(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

@@ -26,7 +26,7 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
 from mezzo.observe.module_names import SCRIPT
 from mezzo.observe.settings import WIDE_FORMATS, AuditSettings, StopScript
-from mezzo.records import AuditRecord, CastTotal, Cause, PassKind, Reason, RunRecord, WideProduct
+from mezzo.records import AuditRecord, CastTotal, Cause, Note, PassKind, RunRecord, WideProduct
 
 _NUMBERED = re.compile(r"_\d+$")
 """The suffix by which TensorFlow tells scopes of the same name apart."""
@@ -223,15 +223,15 @@ class GraphAudit:
         ]
         return merged.largest(products, lambda product: product.flops)
 
-    def _notes(self) -> Iterator[Reason]:
+    def _notes(self) -> Iterator[Note]:
         why = "TensorFlow runs one graph in every step; it may fuse operations and fold constants when it runs it"
-        yield Reason(what="steps", value="one graph", reason=why)
+        yield Note(what="steps", value="one graph", reason=why)
         why = "the rules of findings read operations one by one, which TensorFlow's compiled steps do not show"
-        yield Reason(what="findings", value="none made", reason=why)
+        yield Note(what="findings", value="none made", reason=why)
         why = "no profiler ran, and the operands' layouts are not in the graph"
-        yield Reason(what="kernels and shapes", value="not recorded", reason=why)
+        yield Note(what="kernels and shapes", value="not recorded", reason=why)
         why = "a graph is followed from what it returns: the weights that it writes are no result of it"
-        yield Reason(what="updates", value="not recorded", reason=why)
+        yield Note(what="updates", value="not recorded", reason=why)
 
 
 def _gradient_of(op: Any, variables: set[str]) -> PassKind:

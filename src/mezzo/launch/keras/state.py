@@ -17,7 +17,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.training import StepLimit
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
-from mezzo.records import Effective, Reason
+from mezzo.records import Effective, Note
 
 _NUM_SCALED = 16
 """Number of scaled losses that are remembered: enough for one training step of several models."""
@@ -159,7 +159,7 @@ class KerasRun:
         self.backend: Backend | None = None
         """None until the script has imported Keras."""
         self.steps = CallSteps()
-        self.left_alone: dict[str, Reason] = {}
+        self.left_alone: dict[str, Note] = {}
         self.local = ThreadState()
         self.is_scaled = False
         """Whether the latest gradients include the loss scale: the script scaled their loss."""
@@ -224,7 +224,7 @@ class KerasRun:
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
-        self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+        self.left_alone.setdefault(f"{what} {value}", Note(what=what, value=value, reason=reason))
 
     def scaled(self, result: Any, loss: Any, factor: Any) -> None:
         """Record that an optimizer of the script multiplied ``loss`` by ``factor``, to ``result``."""

@@ -33,7 +33,7 @@ from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Memory, Note, Steps
 
 
 @contextmanager
@@ -124,12 +124,12 @@ class PaddleTraining(WithoutPyTorch):
         """Return the formats in which products actually ran."""
         return self._counted.effective()
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what the policy does on the device, with reasons."""
         if self._run.policy is None or self._run.device is None:  # nothing was trained
             return []
         choices = explain_run(self._run.policy, self._run.device)
-        return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+        return [Note(what=c.what, value=c.value, reason=c.reason) for c in choices]
 
     def keep_weights(self, patches: Patches) -> None:
         """Keep the models that the script drops, until ``patches`` are undone, because ``weights`` is read afterwards."""

@@ -31,7 +31,7 @@ from mezzo.observe.audit import merged
 from mezzo.observe.audit.merged import AuditRow, ProductShape, grouped, largest
 from mezzo.observe.settings import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE_FORMATS, AuditSettings
 from mezzo.policy import PRESETS
-from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, PassKind, Reason, RunRecord, WideProduct
+from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, Note, PassKind, RunRecord, WideProduct
 
 
 class Audit(StepObserver):
@@ -240,20 +240,18 @@ class Audit(StepObserver):
             left_alone=left,
         )
 
-    def _notes(self) -> list[Reason]:
+    def _notes(self) -> list[Note]:
         why = "Paddle runs them below Python: only products are counted there, from their forward pass and the gradients that flow"
-        notes = [Reason(what="backward passes", value="products only", reason=why)]
+        notes = [Note(what="backward passes", value="products only", reason=why)]
         if self.run.emulates:
             why = "on a CPU only the listed operations are rounded; on a GPU the others follow their operands, which saves casts"
-            notes.append(Reason(what="operations in no list", value="in fp32", reason=why))
+            notes.append(Note(what="operations in no list", value="in fp32", reason=why))
         device = "cpu" if self.run.device is None else self.run.device.kind
         why = f"the model ran on {device}; what the operations' shapes allow is judged, not what a GPU ran"
         if device != "cpu":
-            notes.append(
-                Reason(what="casts", value="not recorded", reason="Paddle casts inside its operations on a GPU")
-            )
+            notes.append(Note(what="casts", value="not recorded", reason="Paddle casts inside its operations on a GPU"))
             why = "no profiler ran; what the operations' shapes allow is judged"
-        return [*notes, Reason(what="kernels", value="not recorded", reason=why)]
+        return [*notes, Note(what="kernels", value="not recorded", reason=why)]
 
 
 _SMALL = 0.01

@@ -25,7 +25,7 @@ from mezzo.launch.paddle.surveys import is_fp32, rounder
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.observe.module_names import Names
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 
 class RunListener:
@@ -111,7 +111,7 @@ class PaddleRun:
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()
         self.local = ThreadState()
-        self.left_alone: dict[str, Reason] = {}
+        self.left_alone: dict[str, Note] = {}
         self.roots: WeakSet[Any] = WeakSet()
         """Layers called from outside any layer."""
         self.kept_roots: list[Any] | None = None
@@ -262,15 +262,15 @@ class PaddleRun:
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
-        self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+        self.left_alone.setdefault(f"{what} {value}", Note(what=what, value=value, reason=reason))
 
-    def code_outside(self, flops: int, total: int) -> list[Reason]:
+    def code_outside(self, flops: int, total: int) -> list[Note]:
         """Return the entry for the FLOPs of forward code outside every region, out of a step's ``total``; empty if there are none."""
         if not (self.lowers and flops):
             return []
         why = "forward code outside any layer: only layers and auto_cast regions are switched"
         share = f"{flops / max(total, 1):.0%} of FLOPs and their backward pass"
-        return [Reason(what="FP32 code", value=share, reason=why)]
+        return [Note(what="FP32 code", value=share, reason=why)]
 
     def note_own_amp(self, what: str) -> None:
         """Record that the script's own mixed precision has no effect here."""

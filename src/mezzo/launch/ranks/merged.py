@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from mezzo.launch.ranks.blame import ProcessEnd
 from mezzo.launch.request import Request
-from mezzo.records import AnyRecord, AuditRecord, Finding, RankRun, Reason, RunRecord, Steps
+from mezzo.records import AnyRecord, AuditRecord, Finding, Note, RankRun, RunRecord, Steps
 from mezzo.records.files import file_of_rank
 
 
@@ -149,43 +149,43 @@ _FEW_STEPS = 10
 _SHOWN = 5
 
 
-def differences(ranks: Sequence[RankRun]) -> list[Reason]:
+def differences(ranks: Sequence[RankRun]) -> list[Note]:
     """Return where the ranks of a run differ, the most serious difference first."""
     return [*_weights(ranks), *_steps(ranks), *_skips(ranks), *_scales(ranks), *_times(ranks), *_memory(ranks)]
 
 
-def _weights(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _weights(ranks: Sequence[RankRun]) -> Iterator[Note]:
     if len({rank.weights for rank in ranks}) > 1 and all(rank.weights for rank in ranks):
         value = _by_value({rank.rank: rank.weights for rank in ranks})
         why = "nothing kept them equal: wrap the model in DistributedDataParallel or fully_shard, unless each rank is to have its own model"
-        yield Reason(what="weights", value=value, reason=why)
+        yield Note(what="weights", value=value, reason=why)
 
 
-def _steps(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _steps(ranks: Sequence[RankRun]) -> Iterator[Note]:
     counts = {rank.rank: rank.num_steps for rank in ranks}
     if len(set(counts.values())) > 1:
         few, many = min(counts, key=lambda r: counts[r]), max(counts, key=lambda r: counts[r])
         value = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
-        yield Reason(what="steps", value=value, reason="the ranks did not make the same number of updates")
+        yield Note(what="steps", value=value, reason="the ranks did not make the same number of updates")
 
 
-def _skips(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _skips(ranks: Sequence[RankRun]) -> Iterator[Note]:
     sets = {rank.rank: set(rank.skipped_steps) for rank in ranks}
     everywhere, anywhere = set.intersection(*sets.values()), set.union(*sets.values())
     for step in sorted(anywhere - everywhere)[:_SHOWN]:
         skipped = [rank for rank, steps in sets.items() if step in steps]
         value = f"step {step}, by rank {', '.join(map(str, skipped))} only"
         why = "the other ranks made that update: their weights are no longer the same"
-        yield Reason(what="skipped", value=value, reason=why)
+        yield Note(what="skipped", value=value, reason=why)
 
 
-def _scales(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _scales(ranks: Sequence[RankRun]) -> Iterator[Note]:
     scales = {rank.rank: f"{rank.final_scale:g}" for rank in ranks if rank.final_scale is not None}
     if len(set(scales.values())) > 1:
-        yield Reason(what="loss scale", value=_by_value(scales), reason="the ranks saw different overflows")
+        yield Note(what="loss scale", value=_by_value(scales), reason="the ranks saw different overflows")
 
 
-def _times(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _times(ranks: Sequence[RankRun]) -> Iterator[Note]:
     """Compare CPU times: wall times are the same in all ranks, which wait for the slowest one."""
     times = {r.rank: r.cpu_ms for r in ranks if r.cpu_ms and r.device == "cpu" and r.num_steps >= _FEW_STEPS}
     if len(times) < 2:
@@ -194,17 +194,17 @@ def _times(ranks: Sequence[RankRun]) -> Iterator[Reason]:
     if times[slow] > _SLOWER * times[fast]:
         value = f"rank {slow} computes {times[slow] / times[fast]:.1f} times as long as rank {fast}"
         why = "the others wait for it in every step: give it less data, or the same kind of device"
-        yield Reason(what="time a step", value=value, reason=why)
+        yield Note(what="time a step", value=value, reason=why)
 
 
-def _memory(ranks: Sequence[RankRun]) -> Iterator[Reason]:
+def _memory(ranks: Sequence[RankRun]) -> Iterator[Note]:
     sizes = {r.rank: size for r in ranks if (size := r.cuda_allocated_bytes or r.total_bytes)}
     if len(sizes) < 2:
         return
     large, small = max(sizes, key=lambda r: sizes[r]), min(sizes, key=lambda r: sizes[r])
     if sizes[large] > _LARGER * sizes[small]:
         value = f"rank {large} has {sizes[large] / sizes[small]:.2f} times the bytes of rank {small}"
-        yield Reason(what="memory", value=value, reason="the largest rank limits the batch")
+        yield Note(what="memory", value=value, reason="the largest rank limits the batch")
 
 
 def _by_value(values: dict[int, str]) -> str:

@@ -45,8 +45,8 @@ from mezzo.records import (
     Finding,
     Guardrails,
     Memory,
+    Note,
     OutOfMemory,
-    Reason,
     SnapshotsTaken,
     Steps,
 )
@@ -373,7 +373,7 @@ class TorchTraining:
         """Return misuse of the script's own mixed precision."""
         return self._run.lint.findings()
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what the policy does on the device, with reasons."""
         run = self._run
         changed = [
@@ -387,8 +387,8 @@ class TorchTraining:
         try:
             choices = run.precision.requested.explain(self._device)
         except UnsupportedFormatError as error:  # the run ended with this error, and its record says so
-            return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
-        return [*(Reason(what=c.what, value=c.value, reason=c.reason) for c in choices), *changed]
+            return [Note(what="arithmetic", value="impossible here", reason=error.message)]
+        return [*(Note(what=c.what, value=c.value, reason=c.reason) for c in choices), *changed]
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

@@ -30,7 +30,7 @@ from mezzo.formats import FORMATS
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 Before: TypeAlias = list[tuple[Tensor, Tensor | None, int]]
 """Parameters, each with its gradient before a backward pass and that gradient's version."""
@@ -142,7 +142,7 @@ class Communication:
         if self._world is not None:
             self._world.reduce(gradients)
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what an emulated reduction did to the gradients, as measured."""
         error = None if self._world is None else self._world.error()
         if error is None:
@@ -150,7 +150,7 @@ class Communication:
         reason = (
             "of the gradients' norm, the median over all backward passes; the processes' shares are drawn at random"
         )
-        return [Reason(what="rounding of the reduction", value=f"{error:.2g}", reason=reason)]
+        return [Note(what="rounding of the reduction", value=f"{error:.2g}", reason=reason)]
 
     def _loss_scale(self) -> Tensor | None:
         """Return the loss scale that was divided out of the gradients."""

@@ -39,7 +39,7 @@ from mezzo.devices import cpu_name
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
 from mezzo.measure.cuda_answers import ANSWERS, CUDA_TYPES, Idle, always, answers_everywhere, each, first, generators
-from mezzo.records import Reason
+from mezzo.records import Note
 
 _CPU = torch.device("cpu")
 _CUDA = "cuda"
@@ -86,10 +86,10 @@ class CudaStandIn:
         self._moved = WeakTensorKeyDictionary()
         """Tensors that were created on CUDA or moved there."""
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return the choice of the device, if the script has named CUDA."""
         why = "the script names CUDA, which this machine does not have; times and memory are the CPU's"
-        return [Reason(what="device", value="the CPU stands in for CUDA", reason=why)] if self.used else []
+        return [Note(what="device", value="the CPU stands in for CUDA", reason=why)] if self.used else []
 
     def use(self) -> None:
         """Note that the script uses a CUDA device, and say so the first time."""

@@ -24,7 +24,7 @@ from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
 from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.records import ModelChange, Reason
+from mezzo.records import ModelChange, Note
 
 _CHECKPOINTING = "activation checkpointing"
 _NO_MODEL = "no model with weights to train was called in training mode"
@@ -40,7 +40,7 @@ class ChangedModels:
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """By model called so far, whether its inputs become channels-last."""
         self._elements: Counter[int] = Counter()
-        self._applied: dict[ModelChange, Reason] = {}
+        self._applied: dict[ModelChange, Note] = {}
         self._why_not: dict[ModelChange, str] = {}
         self._checkpoints = CheckpointedModels(changes.checkpoint) if changes.checkpoint else None
         self._to_compile: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -75,7 +75,7 @@ class ChangedModels:
         counted = [count for count in self._elements.values() if count]
         return statistics.median(counted) if counted else None
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what was changed."""
         return [*self._applied.values(), *(self._checkpoints.explanation() if self._checkpoints is not None else [])]
 
@@ -110,7 +110,7 @@ class ChangedModels:
             return False
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in place: optimizers keep their parameters
         why = f"{len(kernels)} weights of {name}, and its input images"
-        self._applied.setdefault("channels_last", Reason(what="memory layout", value="channels-last", reason=why))
+        self._applied.setdefault("channels_last", Note(what="memory layout", value="channels-last", reason=why))
         return True
 
     def _compile(self, module: nn.Module, name: str) -> None:
@@ -119,7 +119,7 @@ class ChangedModels:
             return
         module.compile()
         why = f"{name} is compiled at its first call"
-        self._applied.setdefault("compile", Reason(what="torch.compile", value="on", reason=why))
+        self._applied.setdefault("compile", Note(what="torch.compile", value="on", reason=why))
 
     def _leave_alone(self, change: ModelChange, what: str, name: str, why: str) -> None:
         self._why_not.setdefault(change, why)
@@ -143,7 +143,7 @@ class CheckpointedModels:
         """Start without models; ``wanted`` is a plan's name, or a budget for each model."""
         self._wanted = wanted
         self._known: WeakSet[nn.Module] = WeakSet()
-        self.done: list[Reason] = []
+        self.done: list[Note] = []
         """What was checkpointed, with what is kept and what is recomputed."""
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
@@ -180,9 +180,9 @@ class CheckpointedModels:
                 hint="call mezzo.checkpoint(model, sample, ...) in the script, before torch.compile",
             )
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what was checkpointed, with what is kept and what is recomputed."""
-        return self.done or [Reason(what=_CHECKPOINTING, value="not applied", reason=_NO_MODEL)]
+        return self.done or [Note(what=_CHECKPOINTING, value="not applied", reason=_NO_MODEL)]
 
     def _checkpoint(
         self, model: nn.Module, name: str, call: Callable[[nn.Module], Any], casting: Casting | None
@@ -201,7 +201,7 @@ class CheckpointedModels:
                 hint="leave --checkpoint out, or change what the reason says",
             )
         plan.apply(model)
-        self.done.append(Reason(what=_CHECKPOINTING, value=plan.name, reason=f"{name}: {_words(plan)}"))
+        self.done.append(Note(what=_CHECKPOINTING, value=plan.name, reason=f"{name}: {_words(plan)}"))
 
 
 def _words(plan: CheckpointPlan) -> str:

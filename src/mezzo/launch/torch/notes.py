@@ -9,9 +9,9 @@ from typing import Any
 from mezzo.devices import lacks_cuda
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
 from mezzo.observe.observer import Observer
-from mezzo.records import Reason
+from mezzo.records import Note
 
-_OWN_AMP_OFF = Reason(
+_OWN_AMP_OFF = Note(
     what="own autocast",
     value="the script's autocast is off",
     reason="it is for CUDA, which this machine does not have, so the script trains in FP32",
@@ -22,7 +22,7 @@ class RunNotes:
     """What the policy left alone, with reasons, and what this machine does otherwise than the script says."""
 
     def __init__(self) -> None:
-        self.left_alone: dict[str, Reason] = {}
+        self.left_alone: dict[str, Note] = {}
         self.session_policy = ""
         """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
         self.stand_in = CudaStandIn() if lacks_cuda() else None
@@ -30,11 +30,11 @@ class RunNotes:
         self.own_16_bits = ""
         """The module whose weights the script itself keeps in 16 bits; empty if there is none."""
         self._own_amp_off = False
-        self._measured: list[Callable[[], list[Reason]]] = []
+        self._measured: list[Callable[[], list[Note]]] = []
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
-        self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+        self.left_alone.setdefault(f"{what} {value}", Note(what=what, value=value, reason=reason))
 
     def note_own_16_bits(self, where: str) -> None:
         """Record the module whose weights the script itself keeps in 16 bits."""
@@ -58,11 +58,11 @@ class RunNotes:
                 file=sys.stderr,
             )
 
-    def add_measurement(self, measured: Callable[[], list[Reason]]) -> None:
+    def add_measurement(self, measured: Callable[[], list[Note]]) -> None:
         """Ask ``measured`` at the end of the run what it measured of the policy's effects."""
         self._measured.append(measured)
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what this machine does otherwise than the script says, and what was measured, with reasons."""
         return [
             *(self.stand_in.explanation() if self.stand_in is not None else []),

@@ -22,7 +22,7 @@ from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.memory import optimizer_bytes, total_bytes
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
-from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
+from mezzo.records import HeldModule, Memory, Note, OutOfMemory
 
 _MAX_MODULES = 5
 
@@ -57,17 +57,17 @@ def out_of_memory(run: TorchRun, memory: Memory, error: BaseException) -> OutOfM
     }
     held[ACTIVATIONS] = total_bytes(saved.values())
     why = "what autograd saves does not say which module computed it"
-    not_known = [Reason(what="activations by module", value="not known", reason=why)]
+    not_known = [Note(what="activations by module", value="not known", reason=why)]
     peak = None
     if run.precision.device_type == "cuda":
         allocated, peak = memory_of_devices()
         held[OTHER] = max(allocated - sum(held.values()), 0)
     else:
         why = "the CPU's allocator does not report how much it has allocated"
-        not_known.append(Reason(what=OTHER, value="not known", reason=why))
+        not_known.append(Note(what=OTHER, value="not known", reason=why))
     if memory.activations_bytes is None:
         why = "no whole step was counted before memory ran out, so activations are those up to this point"
-        not_known.append(Reason(what="activations of a step", value="not known", reason=why))
+        not_known.append(Note(what="activations of a step", value="not known", reason=why))
     lowers = run.precision.effective is not None and run.precision.effective.lowers
     settings = memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak)
     found = {
@@ -141,7 +141,7 @@ _EIGHT_BIT = 0.75
 
 def memory_settings(
     bytes_by_kind: Mapping[str, int], *, lowers: bool, step_activations: int | None, peak_bytes: int | None = None
-) -> list[Reason]:
+) -> list[Note]:
     """Return the settings to write, the one that saves most first.
 
     Args:
@@ -167,7 +167,7 @@ def memory_settings(
         why = "moments take 1 byte a weight instead of 4"
         savings.append((int(_EIGHT_BIT * state), 'mezzo.AdamW(..., moments="8bit")', why))
     settings = [
-        Reason(what="write", value=setting, reason=f"saves {bytes_text(saved_bytes)}: {why}")
+        Note(what="write", value=setting, reason=f"saves {bytes_text(saved_bytes)}: {why}")
         for saved_bytes, setting, why in sorted(savings, key=lambda one: -one[0])
     ]
     permanent_bytes = sum(size for kind, size in bytes_by_kind.items() if kind in (PARAMETERS, GRADIENTS, OPTIMIZER))
@@ -176,5 +176,5 @@ def memory_settings(
         if share < 1:
             why = "the memory that parameters, gradients and optimizer state leave free, divided by what a whole step saves"
             value = f"{share:.0%} of the batch fits"
-            settings.insert(0, Reason(what="largest batch, estimated", value=value, reason=why))
+            settings.insert(0, Note(what="largest batch, estimated", value=value, reason=why))
     return settings

@@ -16,7 +16,7 @@ from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 
 class Phase:
@@ -223,12 +223,12 @@ class ScriptGraphs:
         with self._phase.as_in_backward(), casting.backward():
             yield
 
-    def notes(self) -> list[Reason]:
+    def notes(self) -> list[Note]:
         """Return what the record lacks."""
         if not self.replays:
             return []
         why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
-        return [Reason(what="CUDA graph", value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
+        return [Note(what="CUDA graph", value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)

@@ -18,7 +18,7 @@ from mezzo.engine.session_guard import policy_note
 from mezzo.errors import PolicyError, UnsupportedFormatError
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import Note
 
 _FP32_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
@@ -51,7 +51,7 @@ class ScriptPrecision:
         """The present policy as it is applied to a script."""
         self.at_start: tuple[Policy | None, bool] | None = None
         """Before the first fallback, the effective policy and whether it was emulated; None if there was none."""
-        self.change: Reason | None = None
+        self.change: Note | None = None
         """The policy since the last fallback, and why."""
         self.device_type: str | None = None
         self.scale: Scale = NoScale()

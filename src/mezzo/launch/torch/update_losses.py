@@ -35,7 +35,7 @@ from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.script_objects import ScriptObjects
 from mezzo.observe.lint.losses import UNKNOWN_LOSS, TracedLoss, factor_of_product, loss_of
 from mezzo.observe.source_lines import own_place
-from mezzo.records import Reason
+from mezzo.records import Note
 
 _TRACKED_UPDATES = 8
 """Updates in which a first pass is tracked although it may be the only one: at the start, and after the last update with several."""
@@ -196,7 +196,7 @@ class UpdateLosses:
             recorder.weigh(1.0 / count)
         self._seen[len(passes), len(kept), how, count] += 1
 
-    def explanation(self) -> list[Reason]:
+    def explanation(self) -> list[Note]:
         """Return what the loss of an update with several passes is, in most of them."""
         if not self._seen:
             return []
@@ -209,7 +209,7 @@ class UpdateLosses:
         value += f" of {num} backward passes" if num_kept < num else " backward passes"
         why = [_WHY[how]] if how != "all" or averaged == 1 else []
         reason = "; ".join([*why, *([_UNDIVIDED] if averaged > 1 else [])])
-        return [Reason(what="loss of an update", value=value, reason=reason)]
+        return [Note(what="loss of an update", value=value, reason=reason)]
 
     def _trained(self) -> dict[int, Tensor]:
         return {id(p): p for optimizer in self._objects.optimizers for p in trained_leaves(optimizer)}

@@ -19,7 +19,7 @@ from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.bottleneck import DeviceRates, Loader, RunMeasurements, bottleneck, cpu_rates, too_short
 from mezzo.measure.environment import usable_cores
 from mezzo.measure.host import GpuCounters, HostSamples, Waits, open_counters
-from mezzo.records import Bottleneck, Effective, Reason, Steps
+from mezzo.records import Bottleneck, Effective, Note, Steps
 
 POWER = "GPU power, W"
 """The only entry of ``Watch.shares`` that is not a share."""
@@ -91,12 +91,12 @@ class Watch:
         end_s = begin_s + wall_s
         num_steps = len(steps) - first
         waits, host, gpu = self.waits, self.host.shares(begin_s, end_s), self._gpu
-        missing: list[Reason] = []
+        missing: list[Note] = []
         try:
             exchanged_s = waits.exchange_s() * num_steps
         except RuntimeError as error:  # of DDP's own log
             exchanged_s = 0.0
-            missing.append(Reason(what="DDP's exchanges", value="not measured", reason=str(error).partition("\n")[0]))
+            missing.append(Note(what="DDP's exchanges", value="not measured", reason=str(error).partition("\n")[0]))
         waited_s = waits.communication.between(begin_s, end_s) + exchanged_s
         operations = self._counted.operations()
         missing += self._missing(effective, has_host=host is not None)
@@ -123,7 +123,7 @@ class Watch:
             )
         )
 
-    def _missing(self, effective: Effective, *, has_host: bool) -> list[Reason]:
+    def _missing(self, effective: Effective, *, has_host: bool) -> list[Note]:
         missing = []
         if isinstance(self._gpu, str):
             missing.append(("GPU counters", self._gpu))
@@ -136,7 +136,7 @@ class Watch:
             missing.append(("operations", "compiled code's operations are not seen"))
         if not len(self.waits.input):
             missing.append(("input", "the script has no DataLoader in its training thread"))
-        return [Reason(what=what, value="not measured", reason=why) for what, why in missing]
+        return [Note(what=what, value="not measured", reason=why) for what, why in missing]
 
     def _rates(self, effective: Effective) -> DeviceRates | None:
         if self._run.precision.device_type != "cuda":

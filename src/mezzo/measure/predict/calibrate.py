@@ -30,7 +30,7 @@ from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.rates import CostLine, MachineRates, TimedOperation
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape import CostedOperation
-from mezzo.records import Prediction, Reason
+from mezzo.records import Note, Prediction
 from mezzo.records.files import write_whole
 
 _REPEATS = 5
@@ -96,14 +96,14 @@ def calibration_of(gpu: Gpu) -> Calibration | None:
     return saved_calibration(name) if found is not None and found.name == gpu.name else None
 
 
-def rates_used(predictions: Sequence[Prediction]) -> list[Reason]:
+def rates_used(predictions: Sequence[Prediction]) -> list[Note]:
     """Return the files of the measured rates behind predictions, by GPU."""
     reasons = []
     for name in dict.fromkeys(one.gpu for one in predictions if one.calibrated):
         calibration = saved_calibration(device_name("cpu")) if name == "cpu" else calibration_of(GPUS[name])
         if calibration is not None:
             why = f"measured on {calibration.device}, {calibration.date}, torch {calibration.torch}"
-            reasons.append(Reason(what=f"rates of {name}", value=str(calibration.path), reason=why))
+            reasons.append(Note(what=f"rates of {name}", value=str(calibration.path), reason=why))
     return reasons
 
 

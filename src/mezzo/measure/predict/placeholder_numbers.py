@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.records import Reason
+from mezzo.records import Note
 
 aten: Any = torch.ops.aten
 _TORCH = Path(torch.__file__).parent
@@ -43,10 +43,10 @@ def reading_frame() -> FrameType | None:
     return frame
 
 
-def numbers_read(who: str, lines: Sequence[str]) -> Reason:
+def numbers_read(who: str, lines: Sequence[str]) -> Note:
     """Return a record's note on the numbers that ``who``, the script or the model, reads at ``lines``."""
     where = f", read at {', '.join(lines)}" if lines else ""
-    return Reason(
+    return Note(
         what=f"numbers that the {who} reads",
         value="1.0, 0 or False",
         reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",

@@ -25,7 +25,7 @@ from mezzo.observe.settings import AuditSettings
 from mezzo.observe.trace import Trace, count_formats
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
-from mezzo.records import AuditRecord, CastTotal, Kernel, Product, Reason, RoundTrip, RunRecord, WideProduct
+from mezzo.records import AuditRecord, CastTotal, Kernel, Note, Product, RoundTrip, RunRecord, WideProduct
 
 
 class Audit(Observer):
@@ -187,21 +187,21 @@ def audit_record(
     )
 
 
-def _notes(device_type: str, *, forced_eager: bool, profiled: bool, gave_way: bool) -> list[Reason]:
+def _notes(device_type: str, *, forced_eager: bool, profiled: bool, gave_way: bool) -> list[Note]:
     notes = []
     if forced_eager:
         why = (
             "operations inside compiled kernels belong to no module; compiled code may fuse casts that are listed here"
         )
-        notes.append(Reason(what="torch.compile", value="audited steps ran eagerly", reason=why))
+        notes.append(Note(what="torch.compile", value="audited steps ran eagerly", reason=why))
     if device_type != "cuda":
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
-        notes.append(Reason(what="kernels", value="not recorded", reason=why))
+        notes.append(Note(what="kernels", value="not recorded", reason=why))
     elif gave_way:
         why = "the script's own profiler ran in these steps, and a process can run only one; audit steps that it does not profile"
-        notes.append(Reason(what="kernels", value="recorded in part" if profiled else "not recorded", reason=why))
+        notes.append(Note(what="kernels", value="recorded in part" if profiled else "not recorded", reason=why))
     elif not profiled:
-        notes.append(Reason(what="kernels", value="not recorded", reason="the profiler returned no kernel"))
+        notes.append(Note(what="kernels", value="not recorded", reason="the profiler returned no kernel"))
     return notes
 
 

@@ -40,9 +40,9 @@ from mezzo.records import (
     FormatLimits,
     Histogram,
     KindRange,
+    Note,
     RangeKind,
     RangesRecord,
-    Reason,
     RunRecord,
     ScaleWindow,
     TensorRange,
@@ -199,23 +199,23 @@ def _kept(kind: RangeKind, name: str, policy: Policy, values: ObservedValues) ->
     return any(fnmatchcase(module, pattern) for module in modules if module for pattern in policy.fp32_modules)
 
 
-def _notes(record: RangesRecord, policy: Policy, target: Format, values: ObservedValues) -> list[Reason]:
+def _notes(record: RangesRecord, policy: Policy, target: Format, values: ObservedValues) -> list[Note]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
     if values.forced_eager:
         why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"
-        notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the observed steps", reason=why))
+        notes.append(Note(what="torch.compile", value="compiled code ran eagerly in the observed steps", reason=why))
     if not values.updates_seen:
         why = "the script has no torch optimizer: updates by hand are not seen"
-        notes.append(Reason(what="updates", value="not counted", reason=why))
+        notes.append(Note(what="updates", value="not counted", reason=why))
     if not any(t.kind == "activations" for t in record.tensors):
         why = "the script calls no module in its training steps: values outside modules are not seen"
         if policy.lowers:
             why += f", and {policy.name} lowers none of them. Call a model as model(x), not as model.forward(x)"
-        notes.append(Reason(what="activations", value="not counted", reason=why))
+        notes.append(Note(what="activations", value="not counted", reason=why))
     return notes
 
 
-def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Reason]:
+def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Note]:
     """Yield a note on forward values that no loss scale can help."""
     form = _activation_format(policy)
     if policy.compute == "fp8":  # operands are scaled tensor by tensor
@@ -227,18 +227,18 @@ def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Reason]:
         names = ", ".join(f"{t.name} (up to 2^{t.histogram.last_exponent + 1})" for t in over[:_NAMED])
         more = f" and {len(over) - _NAMED} more" if len(over) > _NAMED else ""
         why = "a loss scale moves gradients only: keep these modules in FP32 (fp32_modules=...), or use bf16"
-        yield Reason(what="forward overflow", value=f"{names}{more} beyond {form.name}'s {form.max:g}", reason=why)
+        yield Note(what="forward overflow", value=f"{names}{more} beyond {form.name}'s {form.max:g}", reason=why)
 
 
-def _not_finite(record: RangesRecord) -> Iterable[Reason]:
+def _not_finite(record: RangesRecord) -> Iterable[Note]:
     broken = [t for t in record.tensors if t.histogram.infinite or t.histogram.nan]
     if broken:
         names = ", ".join(f"{t.name} ({t.kind})" for t in broken[:_NAMED])
         why = "no other format helps against overflow in FP32: check these operations first"
-        yield Reason(what="not finite", value=f"in FP32 already: {names}", reason=why)
+        yield Note(what="not finite", value=f"in FP32 already: {names}", reason=why)
 
 
-def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iterable[Reason]:
+def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iterable[Note]:
     """Compare the policy's own initial scale with the window."""
     window = next(w for w in record.windows if w.format == target.name)
     if policy.loss_scale == "none" or window.highest is None or window.lowest is None or window.empty:
@@ -250,7 +250,7 @@ def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iter
             if policy.loss_scale == "dynamic"
             else "never changes"
         )
-        yield Reason(
+        yield Note(
             what="policy's loss scale",
             value=f"{scale:g} overflows",
             reason=f"the window ends at 2^{window.highest}; it {how}",
@@ -259,7 +259,7 @@ def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iter
         why = (
             f"the window begins at 2^{window.lowest}; pass {policy.name}:init_scale={2.0 ** (window.suggested or 0):g}"
         )
-        yield Reason(what="policy's loss scale", value=f"{scale:g} is too small", reason=why)
+        yield Note(what="policy's loss scale", value=f"{scale:g} is too small", reason=why)
 
 
 def write_values(values: ObservedValues, path: Path) -> None:

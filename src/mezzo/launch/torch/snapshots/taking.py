@@ -41,7 +41,7 @@ from mezzo.launch.torch.snapshots.walk import sampler_states
 from mezzo.launch.torch.state import TorchRun
 from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Reason, SnapshotProof, SnapshotsTaken
+from mezzo.records import Note, SnapshotProof, SnapshotsTaken
 
 _KEEP = 3
 _TRIED = (3, 11)
@@ -338,7 +338,7 @@ class ScriptSnapshots:
         """Record a problem; return whether it is a new one."""
         if any(problem.reason == why for problem in self.taken.problems):
             return False
-        problems = [*self.taken.problems, Reason(what=what, value=value, reason=why)]
+        problems = [*self.taken.problems, Note(what=what, value=value, reason=why)]
         self.taken = self.taken.model_copy(update={"problems": problems})
         return True
 

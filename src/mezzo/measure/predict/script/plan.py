@@ -27,7 +27,7 @@ from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unev
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy
 from mezzo.policyfields import DYNAMIC_SCALE
-from mezzo.records import AS_IS, RealGpus, Reason
+from mezzo.records import AS_IS, Note, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
@@ -45,7 +45,7 @@ class ScriptPlan:
     unit: str
     """``samples``, or ``steps`` where the samples of a batch are not known."""
     optimizer: str
-    assumptions: list[Reason]
+    assumptions: list[Note]
     no_other_batch: str
     """Why other batch sizes do not follow from the script's own; empty if they do."""
     channels_last: bool | None
@@ -254,7 +254,7 @@ def _pair_tapes(one: ScriptTape, other: ScriptTape | None, *, size: int | None) 
     return why, Tapes(first, second, num_batches=one.num_batches)
 
 
-def _own_precision(tape: TrainingTape | None) -> list[Reason]:
+def _own_precision(tape: TrainingTape | None) -> list[Note]:
     """Return a note on a script that computes in 16 bits even under FP32, because it casts by itself."""
     flops = Counter[str]()
     for operation in tape.operations if tape is not None else ():
@@ -265,7 +265,7 @@ def _own_precision(tape: TrainingTape | None) -> list[Reason]:
         if (share := flops[name] / max(1, flops.total())) > OWN_SHARE
     ]
     why = "it casts its model or its data itself, and no policy undoes that; the rows of fp32 and tf32 are affected as well"
-    return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
+    return [Note(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
 
 
 def _layout(known: ScriptTape) -> bool | None:
@@ -275,12 +275,12 @@ def _layout(known: ScriptTape) -> bool | None:
 
 def _assumptions(
     known: ScriptTape, batch_in_arguments: int | None, *, no_other: str, uneven: bool, size_at: str
-) -> list[Reason]:
+) -> list[Note]:
     size, num_batches = batch_in_arguments or known.batch, known.num_batches
     assumptions = [numbers_read("script", known.read_at)]
 
     def add(what: str, value: str, reason: str) -> None:
-        assumptions.append(Reason(what=what, value=value, reason=reason))
+        assumptions.append(Note(what=what, value=value, reason=reason))
 
     if known.numbers_first:
         slow = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
@@ -471,7 +471,7 @@ def real_gpus(
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     left_out = [
-        Reason(what=shown, value="not predicted", reason=_why_not(text))
+        Note(what=shown, value="not predicted", reason=_why_not(text))
         for shown, text in policies.items()
         if shown not in wanted
     ]
