@@ -13,8 +13,7 @@ import pytest
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.records import AnyRecord, RunRecord, write_record
-from mezzo.studies.finished import Finished
-from mezzo.studies.loop import Done, Study, Wanted, carry_out
+from mezzo.studies.loop import Done, Finished, Study, Wanted, carry_out
 from mezzo.studies.side_by_side import RequestAndRecord, output_of, run_label
 from record_builders import run_record
 

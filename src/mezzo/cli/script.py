@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
     from mezzo.report.commands import TypedScript as Typed
-    from mezzo.studies.finished import Finished
+    from mezzo.studies.loop import Finished
 
 
 R = TypeVar("R", bound="AnyRecord")
@@ -335,7 +335,7 @@ def finished_before(
     Raises:
         UsageError: ``--resume`` was typed, and there is nothing to continue, or it was a different script.
     """
-    from mezzo.studies.finished import Finished
+    from mezzo.studies.loop import Finished
 
     options = {name.replace("_", "-"): value for name, value in identity.items()}
     finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}), what=what)

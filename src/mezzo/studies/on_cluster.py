@@ -26,7 +26,7 @@ from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, substitute_record
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 from mezzo.records.files import write_whole
-from mezzo.studies.finished import read_object
+from mezzo.studies.loop import read_object
 from mezzo.studies.side_by_side import LimitS, RequestAndRecord, output_of, run_label, visible_gpus
 
 _POLL_S = 0.5

@@ -16,7 +16,7 @@ from mezzo.cli.machines import Machine
 from mezzo.cli.script import Script
 from mezzo.cli.values import Budget
 from mezzo.cli.words import TYPED_WORDS
-from mezzo.commands.check.conclusion import CheckOptions, _commands, time_for_runs_s
+from mezzo.commands.check.command import CheckOptions, _commands, time_for_runs_s
 from mezzo.devices import Device
 from mezzo.gpus import gpu_named
 from mezzo.measure.doctor import Facts
@@ -70,7 +70,7 @@ def test_a_prediction_has_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, least_s: float, most_s: float
 ) -> None:
     given: list[float] = []
-    monkeypatch.setattr("mezzo.commands.check.conclusion.predicted_for", lambda *_, limit_s: given.append(limit_s))
+    monkeypatch.setattr("mezzo.commands.check.command.predicted_for", lambda *_, limit_s: given.append(limit_s))
     assert checked("--budget", budget, "--out", str(tmp_path / "out"), PLAIN, "14", children=Children()) == 0
     assert len(given) == 1
     assert least_s <= given[0] <= most_s

@@ -11,8 +11,7 @@ from helpers_compare import falling, run
 from mezzo.commands.check.plan import NextStage, next_stage
 from mezzo.commands.check.runs import Check, CheckSettings
 from mezzo.errors import ScriptError
-from mezzo.studies.finished import Finished
-from mezzo.studies.loop import Study
+from mezzo.studies.loop import Finished, Study
 from mezzo.studies.side_by_side import one_after_another
 
 NAN = float("nan")

@@ -23,8 +23,7 @@ from mezzo.policy import Policy
 from mezzo.records import CompareRecord, Effective, Note, RunRecord, read_record, write_record
 from mezzo.report.html import write_page
 from mezzo.report.terminal import render_page
-from mezzo.studies.finished import Finished
-from mezzo.studies.loop import Study
+from mezzo.studies.loop import Finished, Study
 from mezzo.studies.side_by_side import one_after_another
 from record_builders import compare_record, emulated_record, run_record
 

@@ -12,8 +12,7 @@ from helpers_compare import falling, run
 from mezzo.commands.tune.plan import Configuration, SearchKnowledge
 from mezzo.commands.tune.runs import Tune
 from mezzo.records import AS_IS, AnyRecord, RunRecord, write_record
-from mezzo.studies.finished import Finished
-from mezzo.studies.loop import carry_out
+from mezzo.studies.loop import Finished, carry_out
 
 NOW, OTHER = Configuration(policy=AS_IS), Configuration(policy="bf16")
 FIRST_S = 300.0

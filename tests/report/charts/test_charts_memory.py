@@ -9,10 +9,10 @@ from mezzo.commands.compare import page as compare
 from mezzo.records import Memory, Steps
 from mezzo.report import pages
 from mezzo.report.charts.data import Bars, Boxes, Nothing
-from mezzo.report.charts.memory import memory_bars, memory_kinds
 from mezzo.report.charts.steps import StepTimes, time_boxes
 from mezzo.report.charts.svg import numbers_of
 from mezzo.report.colours import policy_style, policy_styles
+from mezzo.report.pages import memory_bars, memory_kinds
 from mezzo.report.sections import Grid
 
 GIB = 1024**3

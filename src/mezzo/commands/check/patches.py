@@ -25,7 +25,7 @@ from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Note, RunRecord
 from mezzo.records.run import RUN_NAME, WIDE_POLICIES
-from mezzo.studies.finished import named_arguments
+from mezzo.studies.loop import named_arguments
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request

@@ -31,8 +31,17 @@ from mezzo.records import (
     inspecting,
     write_record,
 )
-from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments, run_name
-from mezzo.studies.loop import Done, Study, Wanted, carry_out
+from mezzo.studies.loop import (
+    BUDGET_GRACE_S,
+    Done,
+    Study,
+    Wanted,
+    carry_out,
+    finished_run,
+    folder_name,
+    named_arguments,
+    run_name,
+)
 
 _GRACE = 0.1
 """Share of the budget that the last run may take beyond it, up to ``BUDGET_GRACE_S``."""

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.policy import Policy
     from mezzo.records import Row, RunRecord
-    from mezzo.studies.finished import Finished
-    from mezzo.studies.loop import Study
+    from mezzo.studies.loop import Finished, Study
     from mezzo.studies.side_by_side import Engine
 
 HELP = HelpPage(
@@ -127,7 +126,7 @@ def compare(
     script.check(*(entry.policy for entry in compared.values()))
 
     from mezzo.commands.compare.judge import compare as judge
-    from mezzo.studies.finished import with_digest  # scipy and more: only once the command line is right
+    from mezzo.studies.loop import with_digest  # scipy and more: only once the command line is right
 
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
@@ -220,7 +219,7 @@ def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | N
 
 def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
     """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
-    from mezzo.studies.finished import folder_name
+    from mezzo.studies.loop import folder_name
 
     folders: dict[str, str] = {}
     for text, entry in compared.items():
@@ -240,7 +239,7 @@ def _requests(
     since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
-    from mezzo.studies.finished import named_arguments
+    from mezzo.studies.loop import named_arguments
 
     texts, folders = [*compared], _folders(compared)
     requests = []
@@ -293,7 +292,7 @@ def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **set
 
 def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Request]]:
     """Return the records of runs that are finished, and the requests of those that are not."""
-    from mezzo.studies.finished import finished_run
+    from mezzo.studies.loop import finished_run
 
     pairs = [(request, finished_run(request)) for request in requests]
     runs = [record for _, record in pairs if record is not None]

@@ -14,7 +14,7 @@ from mezzo.commands.run import page as run_page
 from mezzo.records import AS_IS, CompareRecord, Difference, Row, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
-from mezzo.report.charts import memory, steps
+from mezzo.report.charts import steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.charts.steps import StepTimes
 from mezzo.report.colours import Style, styles_of
@@ -159,7 +159,7 @@ def charts(record: CompareRecord) -> list[Drawn]:
         *steps.loss_charts(record.runs, styles=styles),
         *steps.difference_charts(record, styles=styles),
         steps.scale_chart(record.runs, styles=styles),
-        memory.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
+        pages.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
         steps.time_boxes(timed),
     ]
 

@@ -37,8 +37,7 @@ from mezzo.patching.text import Text, Unclear
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
-from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Wanted, carry_out
+from mezzo.studies.loop import Wanted, carry_out, named_arguments
 
 _MAX_SUSPECTS = 3
 _MOST_TO_LOCATE = 2

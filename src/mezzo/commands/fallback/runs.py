@@ -16,8 +16,7 @@ from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format,
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, RunRecord, record_at
-from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Study
+from mezzo.studies.loop import Study, named_arguments
 from mezzo.studies.side_by_side import output_of
 
 _RUNS = "runs"

@@ -21,8 +21,7 @@ from mezzo.launch.runner import run_child
 from mezzo.measure.state_trace import RunTrace, WrittenFile, read_trace
 from mezzo.records import RunRecord
 from mezzo.records.run import RUN_NAME
-from mezzo.studies.finished import named_arguments
-from mezzo.studies.loop import Wanted, carry_out
+from mezzo.studies.loop import Wanted, carry_out, named_arguments
 
 WHOLE, STOPPED, RESUMED = "whole", "stopped", "resumed"
 _LEAST_STEPS = 4

@@ -20,7 +20,7 @@ from mezzo.records import (
 )
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
-from mezzo.report.charts import data, memory, steps
+from mezzo.report.charts import data, steps
 from mezzo.report.charts.data import Drawn
 from mezzo.report.colours import styles_of
 from mezzo.report.commands import (
@@ -115,7 +115,7 @@ def _charts(record: RunRecord) -> list[Drawn]:
         steps.scale_chart([record], styles=styles),
         steps.norm_chart(record, style=style),
         steps.time_chart(record, style=style),
-        memory.memory_bars({record.policy_shown: record.memory}, styles=styles),
+        pages.memory_bars({record.policy_shown: record.memory}, styles=styles),
     ]
 
 
@@ -392,7 +392,7 @@ def _curves(record: RunRecord) -> Iterator[Curve]:
 
 
 def _counted(record: RunRecord) -> Iterator[tuple[str, float]]:
-    for kind, size in memory.memory_kinds(record.memory).items():
+    for kind, size in pages.memory_kinds(record.memory).items():
         if size is not None:
             yield f"memory/{kind}_bytes", float(size)
     for name, share in record.effective.share_by_format.items():

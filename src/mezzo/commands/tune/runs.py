@@ -23,8 +23,16 @@ from mezzo.commands.tune.plan import (
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
-from mezzo.studies.finished import BUDGET_GRACE_S, finished_run, folder_name, named_arguments
-from mezzo.studies.loop import Done, Study, Wanted, carry_out
+from mezzo.studies.loop import (
+    BUDGET_GRACE_S,
+    Done,
+    Study,
+    Wanted,
+    carry_out,
+    finished_run,
+    folder_name,
+    named_arguments,
+)
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
 """A run may take this many times as long as the first one, because compilation takes minutes; and at least this long."""

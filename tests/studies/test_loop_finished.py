@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.records import write_record
-from mezzo.studies.finished import LEDGER, Finished
+from mezzo.studies.loop import LEDGER, Finished
 from record_builders import run_record
 
 SAME = {"script": "train.py", "the script's text": "abc", "its arguments": "--lr 0.1"}
