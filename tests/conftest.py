@@ -122,7 +122,7 @@ def _fp32_products_stay() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction beside every comparison would trace its script four times; a test that wants it puts the function back."""
-    for place in ("predict.traced", "check.conclusion"):
+    for place in ("predict.traced", "check.command"):
         monkeypatch.setattr(f"mezzo.commands.{place}.predicted_for", lambda *_, **__: None)
 
 
