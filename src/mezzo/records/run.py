@@ -399,7 +399,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
         return ""
 
 
-# --- The processes of a run, and what each of them measured ---------------------------------------------------------------------
+# --- Ranks -----------------------------------------------------------------------------------------------------------------------
 
 
 class RankRun(Value):

@@ -288,7 +288,7 @@ def _weight(finding: Finding) -> str:
     return f"{finding.severity}, first in step {finding.step}{times}"
 
 
-# --- The memory of a step by kind, one bar for each policy ----------------------------------------------------------------------
+# --- Memory ----------------------------------------------------------------------------------------------------------------------
 
 
 def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) -> Drawn:

@@ -157,7 +157,7 @@ def carry_out(
             say(f"{part.title}: {outcome}" + (f" (from the interrupted {study.finished.what})" if resumed else ""))
 
 
-# --- What an interrupted command has finished, so that the same command continues where it stopped. Imports no torch ------------
+# --- What ran already ------------------------------------------------------------------------------------------------------------
 
 # A check and a search list their finished parts, because a part may be several runs. A comparison needs no list: each of its runs has a
 # record, written atomically, with the digest of its request, so that a kill at any moment loses at most the runs in progress.

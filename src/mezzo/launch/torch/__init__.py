@@ -407,7 +407,7 @@ class TorchTraining:
         return "" if self._weights is None else self._weights.text()
 
 
-# --- Record scripts that train with ``mezzo.Session`` like others, under the policy that the command names ----------------------
+# --- The script's own sessions ---------------------------------------------------------------------------------------------------
 
 # A session scales its loss, weighs micro-batches and skips updates itself. With ``as-is`` it still does, and the record has the losses
 # without the scale, averaged over the micro-batches that each window really had. Any other policy replaces the session's own: the
