@@ -13,7 +13,7 @@ from gpu_jobs import CUDA, NEEDS_A_GPU, Ask, Job, mezzo, plan
 from mezzo import SGD, Session
 from paths import TESTS
 
-sys.path.insert(0, str(TESTS / "engine" / "graphs"))
+sys.path.insert(0, str(TESTS / "engine"))
 
 from test_captured_step import batches, built, eager_step, everything, loss_of
 

@@ -97,7 +97,7 @@ from mezzo.children import fork_server
 assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:
-    imported = fork_server._import([])
+    imported = fork_server._import([], [])
 assert imported.failure is None, imported.failure
 assert "torch._dynamo" in sys.modules
 print(asked)

@@ -104,15 +104,21 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
             record = lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
         except ScriptError as error:  # not all processes have arrived, or not with the same command
             record = substitute_record(request, error.exit_code, error.message).model_copy(update={"hint": error.hint})
-            write_record(record, Path(request.record_path))
+            _write_without_a_run(record, request)
         except Stopped as stopped:
             if not lead.missing:
                 raise
             why = f"{stopped} while it waited for {lead.missing}"
             record = substitute_record(request, stopped.exit_code, why)
-            write_record(record, Path(request.record_path))
+            _write_without_a_run(record, request)
     REASON.found(error_of(record), rank=None)
     return record
+
+
+def _write_without_a_run(record: RunRecord, request: Request) -> None:
+    """Write the record of a run that did not begin, so that its folder may not exist."""
+    Path(request.record_path).parent.mkdir(parents=True, exist_ok=True)
+    write_record(record, Path(request.record_path))
 
 
 def run_alone(

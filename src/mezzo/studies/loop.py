@@ -105,7 +105,6 @@ class Study:
             Stopped: a signal has stopped the command; it carries the record that the run left, if it is a run's.
         """
         with stoppable() as stop:
-            stop.check()
             request = with_digest(request, self.finished.identity)
             if request.record_path not in self._ready:
                 earlier = reuse(request)
@@ -140,7 +139,6 @@ def carry_out(
     """
     with stoppable() as stop:
         while (part := plan()) is not None:
-            stop.check()
             began_s = time.monotonic()
             record = None if study is None else study.finished.record(part.name)
             ran = record is None
@@ -150,11 +148,11 @@ def carry_out(
                 record = part.do()
             resumed = not ran or (study is not None and part.name in study.reused)
             outcome = part.learn(Done(record, time.monotonic() - began_s, resumed))
-            if study is None:
-                continue
-            if ran and record is not None:
-                study.finished.add(part.name)
-            say(f"{part.title}: {outcome}" + (f" (from the interrupted {study.finished.what})" if resumed else ""))
+            if study is not None:
+                if ran and record is not None:
+                    study.finished.add(part.name)
+                say(f"{part.title}: {outcome}" + (f" (from the interrupted {study.finished.what})" if resumed else ""))
+            stop.check()  # not before the first part: a run that waits for other processes says so in its record
 
 
 # --- What ran already ------------------------------------------------------------------------------------------------------------
