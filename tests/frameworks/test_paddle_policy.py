@@ -238,7 +238,11 @@ def test_the_scale_goes_the_way_of_the_engines(text: str) -> None:
     policy = Policy.parse(text)
     ours, theirs = HostScale(policy), scale_for(policy, "cpu")
     for overflow in np.random.Generator(np.random.PCG64(5)).random(300) < 0.3:
-        assert (ours.value, ours.skips_overflows, ours.at_floor()) == (theirs.value(), theirs.skips_overflows, theirs.at_floor())
+        assert (ours.value, ours.skips_overflows, ours.at_floor()) == (
+            theirs.value(),
+            theirs.skips_overflows,
+            theirs.at_floor(),
+        )
         inverse = theirs.inverse()
         assert ours.inverse == (1.0 if inverse is None else inverse.item())
         ours.update(overflow=bool(overflow))
