@@ -94,10 +94,11 @@ import sys
 import torch
 import test_launch_costs
 from mezzo.children import fork_server
+from mezzo.launch import runner
 assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:
-    imported = fork_server._import([], [])
+    imported = fork_server._import(runner._PROGRAMS, [])
 assert imported.failure is None, imported.failure
 assert "torch._dynamo" in sys.modules
 print(asked)

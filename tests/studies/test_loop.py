@@ -132,6 +132,31 @@ def learned(folder: Path, names: Sequence[str], *, lost: str = "", stop_in: str 
     return found, lines
 
 
+@pytest.mark.parametrize(
+    ("signal_in", "done", "stops"),
+    [
+        (None, [1, 2, 3], False),
+        (0, [1], True),  # before the first part, which says itself that it was stopped
+        (1, [1], True),
+        (3, [1, 2, 3], False),  # all is done
+    ],
+)
+def test_a_signal_ends_a_plan_before_its_next_part(signal_in: int | None, done: list[int], stops: bool) -> None:
+    with stoppable() as stop:
+        ended: list[int] = []
+
+        def part() -> None:
+            ended.append(len(ended) + 1)
+            if ended[-1] == signal_in:
+                stop.handle(2)
+
+        if signal_in == 0:
+            stop.handle(2)
+        with pytest.raises(Stopped) if stops else contextlib.nullcontext():
+            carry_out(lambda: Wanted(do=part) if len(ended) < 3 else None)
+    assert ended == done
+
+
 def test_a_plan_is_carried_out_and_continued(tmp_path: Path) -> None:
     assert learned(tmp_path, ["a", "b", "c"], lost="b", stop_in="b") == (
         ["a ran", "b lost"],  # the signal came in b: c never begins

@@ -138,7 +138,9 @@ def carry_out(
         Stopped: a signal has stopped the command.
     """
     with stoppable() as stop:
-        while (part := plan()) is not None:
+        for number, part in enumerate(iter(plan, None)):
+            if number:  # a first run that waits for other processes says in its record that it was stopped
+                stop.check()
             began_s = time.monotonic()
             record = None if study is None else study.finished.record(part.name)
             ran = record is None
@@ -152,7 +154,6 @@ def carry_out(
                 if ran and record is not None:
                     study.finished.add(part.name)
                 say(f"{part.title}: {outcome}" + (f" (from the interrupted {study.finished.what})" if resumed else ""))
-            stop.check()  # not before the first part: a run that waits for other processes says so in its record
 
 
 # --- What ran already ------------------------------------------------------------------------------------------------------------
