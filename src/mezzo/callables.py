@@ -23,7 +23,7 @@ from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, Script
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
 from mezzo.launch.torch import TorchTraining, training
-from mezzo.launch.torch.script_objects import amp_off, find_premade, state_restored
+from mezzo.launch.torch.script_objects import amp_off, find_existing, state_restored
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.observer import KernelWatch, audit_record
@@ -107,7 +107,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
     chosen = None if policy == AS_IS else Policy.of(policy)
     settings = DiagnoseSettings(steps=tuple(range(1, steps + 1)), from_start=True)
     trained, run, error = _trained(
-        train, chosen, settings, find_premade(torch.optim.Optimizer)[0], catches=(Exception,)
+        train, chosen, settings, find_existing(torch.optim.Optimizer)[0], catches=(Exception,)
     )
     assert isinstance(trained.observer, NonFinite)
     run = trained.observer.record(run)
@@ -146,7 +146,7 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
         )
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     with amp_off():
-        trained, run, _ = _trained(train, Policy.parse("fp32"), settings, find_premade(torch.optim.Optimizer)[0])
+        trained, run, _ = _trained(train, Policy.parse("fp32"), settings, find_existing(torch.optim.Optimizer)[0])
     assert trained.observer is not None
     if not trained.observer.watched:
         raise ScriptError(
@@ -261,7 +261,7 @@ def _warmed_up(step: Callable[[], Any], times: int) -> str:
         for _ in range(times):
             step()
     if not times:  # no module has run: the optimizers that exist know the device
-        groups = (group for optimizer in find_premade(torch.optim.Optimizer)[0] for group in optimizer.param_groups)
+        groups = (group for optimizer in find_existing(torch.optim.Optimizer)[0] for group in optimizer.param_groups)
         device_types.update(dict.fromkeys(p.device.type for group in groups for p in group["params"]))
     return next((device_type for device_type in device_types if device_type != "cpu"), "cpu")
 

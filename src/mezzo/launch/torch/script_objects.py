@@ -131,7 +131,7 @@ class OptimizerOwners:
 @contextmanager
 def state_restored() -> Iterator[list[Any]]:
     """Restore every module, optimizer, scheduler and random number generator at the end; yield the optimizers."""
-    optimizers, modules, schedulers = find_premade(torch.optim.Optimizer, nn.Module, LRScheduler)
+    optimizers, modules, schedulers = find_existing(torch.optim.Optimizer, nn.Module, LRScheduler)
     with ExitStack() as stack:
         _restore_random_numbers(stack)
         for module in modules:
@@ -224,7 +224,7 @@ class ExistingOptimizers:
             self._waiting.clear()
 
 
-def find_premade(*kinds: type) -> tuple[list[Any], ...]:
+def find_existing(*kinds: type) -> tuple[list[Any], ...]:
     """Return the live objects of each of ``kinds`` and its subclasses."""
     objects = gc.get_objects()
     types = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
@@ -236,7 +236,7 @@ def find_premade(*kinds: type) -> tuple[list[Any], ...]:
 def amp_off() -> Iterator[None]:
     """Turn off mixed precision that is already set up: open regions, and existing autocast and GradScaler objects."""
     with ExitStack() as stack:
-        for switch in itertools.chain(*find_premade(autocast, GradScaler)):
+        for switch in itertools.chain(*find_existing(autocast, GradScaler)):
             stack.callback(setattr, switch, "_enabled", switch._enabled)
             if isinstance(switch, autocast):  # read where the region is entered
                 switch._mezzo_left_off = not switch._enabled  # type: ignore[attr-defined]

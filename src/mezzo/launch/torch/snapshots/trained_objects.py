@@ -27,7 +27,7 @@ from mezzo.engine.session_guard import (
 )
 from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.structure import placed, placed_model, placed_optimizer
-from mezzo.launch.torch.script_objects import find_premade
+from mezzo.launch.torch.script_objects import find_existing
 from mezzo.launch.torch.state import TorchRun
 from mezzo.records import Alarm, AlarmKind, Rewind
 
@@ -184,6 +184,6 @@ def _obstacle(run: TorchRun) -> str:
     """Return why a run cannot change its policy now; empty if it can."""
     if torch.is_autocast_enabled(run.precision.device_type or "cpu"):
         return "the loop runs in an autocast region that the script opened around it"
-    if find_premade(torch.cuda.CUDAGraph)[0]:
+    if find_existing(torch.cuda.CUDAGraph)[0]:
         return "the script replays CUDA graphs, which keep the policy that they were captured under"
     return ""
