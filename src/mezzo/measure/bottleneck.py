@@ -7,6 +7,8 @@ preempted      it was ready to run while other processes had the cores: not the 
 host           it ran Python, or operations so small that launching them takes longer than the work
 bandwidth      it ran operations that move more bytes than the machine can while it computes their products
 arithmetic     it ran products: only the device's rate holds it back
+
+The work of operations (``OperationTimes``) and the rates of the device (``DeviceRates``) that it compares are measured here, too.
 """
 
 from __future__ import annotations
