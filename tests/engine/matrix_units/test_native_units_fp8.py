@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, ulps
+from helpers_engine import Batch, batches, casting, gradients, parameters, randn, same_bits, saved_bytes, train, ulps
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
 from mezzo.engine.matrix_units import emulation
@@ -305,13 +305,6 @@ def network() -> nn.Sequential:
 
 def data(count: int, *, size: int = 16) -> list[Batch]:
     return batches(count, size=size, width=16)
-
-
-def train(session: Session, model: nn.Module, given: list[Batch]) -> None:
-    for x, y in given:
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(loss)
 
 
 def kinds(model: nn.Module) -> list[str]:
