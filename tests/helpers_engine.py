@@ -144,11 +144,11 @@ def train(session: Session, model: nn.Module, data: Iterable[Batch], *, overflow
         session.step(spoil(loss) if number == overflow else loss)
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
     """Return what ``torch.load`` reads of what ``torch.save`` wrote."""
     torch.save(state, buffer := io.BytesIO())
     buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

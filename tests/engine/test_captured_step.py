@@ -417,7 +417,10 @@ def test_schedulers_read_a_flag_that_has_arrived_where_there_are_no_events(monke
 
 @pytest.mark.parametrize(
     ("policy", "optimizer", "settings", "device"),
-    [(*CASES[0], "cpu"), *(pytest.param(*case, "cuda", marks=needs_a_gpu) for case in CASES)],
+    [
+        pytest.param(*CASES[0], "cpu", marks=pytest.mark.slow),
+        *(pytest.param(*case, "cuda", marks=needs_a_gpu) for case in CASES),
+    ],
 )
 def test_graphs_replay_the_eager_steps(
     request: pytest.FixtureRequest,
