@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -149,6 +151,13 @@ def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
     torch.save(state, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=weights_only)
+
+
+def copied(thing: Any, way: str) -> Any:
+    """Return a copy by ``copy.deepcopy``, by pickle or through a file."""
+    if way == "deepcopy":
+        return copy.deepcopy(thing)
+    return pickle.loads(pickle.dumps(thing)) if way == "pickle" else through_a_file(thing, weights_only=False)
 
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -20,7 +20,6 @@ import mezzo
 import mezzo.formats
 from mezzo.compat.grad_scaler import GradScaler
 from mezzo.engine.scaling import DynamicScale
-from mezzo.errors import SessionError
 
 INF, NAN, GOOD = float("inf"), float("nan"), 0.05
 OVERFLOWS = [INF, -INF, *[NAN] * 6]
@@ -264,57 +263,11 @@ def test_sparse_gradients_are_added_up_before_they_are_checked() -> None:
     assert scaler.skipped == 1
 
 
-def test_states_go_to_torch_and_back() -> None:
-    ours = GradScaler("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(ours.state_dict())
-    assert (theirs.get_scale(), theirs.get_growth_factor(), theirs.get_backoff_factor()) == (3.0, 4.0, 0.25)
-    assert theirs.get_growth_interval() == 2
-    theirs = torch.amp.GradScaler("cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1)
-    ours.load_state_dict(theirs.state_dict())
-    got = ours.get_scale(), ours.get_growth_factor(), ours.get_backoff_factor(), ours.get_growth_interval()
-    assert got == (6.0, 7.0, 0.8, 1)
-    assert GradScaler("cpu", enabled=False).state_dict() == {}
-
-
 def test_scaled_outputs_keep_their_structure() -> None:
     scaler = GradScaler("cpu", init_scale=2.0)
     one, two, three = (torch.tensor(v) for v in (1.0, 2.0, 3.0))
     assert scaler.scale([one, (two, [three])]) == [2.0, (4.0, [6.0])]
     assert [float(v) for v in scaler.scale(iter([one, two]))] == [2.0, 4.0]
-
-
-MISUSE: dict[str, tuple[Callable[[GradScaler, Any], Any], str]] = {
-    "update first": (lambda s, o: s.update(), "update\\(\\) without a check of gradients"),
-    "unscaled twice": (
-        lambda s, o: (s.unscale_(o), s.unscale_(o)),
-        r"unscale_\(SGD\) after unscale_\(\) in the same update",
-    ),
-    "unscaled late": (lambda s, o: (s.step(o), s.unscale_(o)), r"unscale_\(SGD\) after step\(\) in the same update"),
-    "stepped twice": (lambda s, o: (s.step(o), s.step(o)), "step\\(SGD\\) was called twice"),
-    "closure": (lambda s, o: s.step(o, closure=lambda: None), "step\\(\\) got a closure"),
-    "no gradients": (lambda s, o: (o.zero_grad(), s.step(o)), "have no gradients"),
-    "FP16 gradients": (lambda s, o: s.unscale_(half()), "unscale_\\(\\) with FP16 gradients"),
-    "no tensor": (lambda s, o: s.scale(3.0), "scale\\(3.0\\); allowed: a tensor"),
-    "an empty state": (lambda s, o: s.load_state_dict({}), "the state is that of a disabled scaler"),
-    "pickled halfway": (lambda s, o: (s.step(o), pickle.dumps(s)), "pickled between step\\(\\) and update\\(\\)"),
-}
-
-
-def half() -> torch.optim.Optimizer:
-    parameter = nn.Parameter(torch.zeros(2, dtype=mezzo.formats.FP16.dtype))
-    parameter.grad = torch.ones_like(parameter)
-    return torch.optim.SGD([parameter])
-
-
-@pytest.mark.parametrize(("misuse", "message"), MISUSE.values(), ids=list(MISUSE))
-def test_misuse_is_refused(misuse: Callable[[GradScaler, Any], Any], message: str) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.zeros(1))
-    with pytest.raises(SessionError, match=message):
-        misuse(scaler, torch.optim.SGD([parameter]))
 
 
 def test_without_cuda_the_default_scaler_is_off_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers_engine import casting, mlp, parameters, randn, same_bits, through_a_file
+from helpers_engine import casting, copied, mlp, parameters, randn, same_bits
 from mezzo import PolicyError, Session
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import (
@@ -405,14 +403,6 @@ def test_a_model_that_was_trained_copies_and_pickles(policy: str, way: str) -> N
     with session.autocast():
         loss = model(x).float().square().mean()
     session.step(loss)  # nobody took its model
-
-
-def copied(model: nn.Module, way: str) -> Any:
-    if way == "deepcopy":
-        return copy.deepcopy(model)
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(model))
-    return through_a_file(model, weights_only=False)
 
 
 def doubled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
