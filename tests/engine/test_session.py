@@ -52,6 +52,11 @@ def small(policy: str = "fp16", *, lr: float = 0.1, **settings: Any) -> tuple[Se
     return Session(model, SGD(model.parameters(), lr=lr, momentum=0.9), policy=policy, **settings), model
 
 
+def loss_of(session: Session, model: nn.Module, batch: Batch) -> Tensor:
+    with session.autocast():
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
 # --- against a hand-written loop --------------------------------------------------------------------------------------
 
 
@@ -65,26 +70,31 @@ def by_hand(
     accumulate: int = 1,
     clip_norm: float | None = None,
     scheduler: LRScheduler | None = None,
+    counts: bool = True,
 ) -> int:
-    """Train as torch's documentation of automatic mixed precision says; return how many updates were skipped."""
+    """Train as torch's documentation of automatic mixed precision says; return how many updates were skipped, if it counts them."""
     skipped = 0
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for number, (x, y) in enumerate(data, 1):
         with torch.autocast("cpu", dtype=dtype):
             loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        loss = loss / accumulate if accumulate > 1 else loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
         if number % accumulate:
             continue
         if clip_norm is not None:
-            scaler.unscale_(optimizer)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        overflowed = scaler.get_scale() < before
-        skipped += overflowed
-        if scheduler is not None and not overflowed:
-            scheduler.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            before = scaler.get_scale() if counts else 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            overflowed = counts and scaler.get_scale() < before
+            skipped += overflowed
+            if scheduler is not None and not overflowed:
+                scheduler.step()
         optimizer.zero_grad()
     return skipped
 
@@ -168,40 +178,13 @@ def test_calls_per_step_are_at_most_5_percent_above_a_hand_written_loop(
     optimizer = OPTIMIZERS[name](list(theirs.parameters()))
     policy = "fp16:op_lists=device" if dtype is FP16 else "bf16:op_lists=device"
     session = Session(ours, OPTIMIZERS[name](list(ours.parameters())), policy=policy, clip_norm=clip_norm)
-    hand = calls_a_step(lambda d: plain_loop(theirs, optimizer, d, dtype, scaler, clip_norm))
+    how = {"dtype": dtype, "scaler": scaler, "clip_norm": clip_norm}
+    hand = calls_a_step(lambda d: by_hand(theirs, optimizer, d, **how, counts=False))
     mezzos = calls_a_step(lambda d: train(session, ours, d))
     if dtype is BF16 and clip_norm is None:  # a hand-written loop computes no norm of the gradients
         assert mezzos - hand <= 50
     else:
         assert mezzos <= 1.05 * hand
-
-
-def plain_loop(
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: list[Batch],
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler | None,
-    clip_norm: float | None,
-) -> None:
-    """Train with nothing that is not needed: no scaler where there is no scale."""
-    for x, y in data:
-        with torch.autocast("cpu", dtype=dtype):
-            loss = F.cross_entropy(model(x), y)
-        if scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
 
 
 # --- windows of micro-batches ------------------------------------------------------------------------------------------
@@ -323,8 +306,7 @@ def test_clip_value_is_torchs() -> None:
 def test_grad_norm_is_the_float64_norm_before_clipping() -> None:
     session, model = small("fp16", clip_norm=1e-3)
     assert math.isnan(session.grad_norm)
-    (x, y), *_ = batches(1)
-    loss = F.cross_entropy(cast(session, model, x), y)
+    loss = loss_of(session, model, batches(1)[0])
     wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     session.step(loss)
     norm = torch.cat([g.double().flatten() for g in wanted]).norm().item()
@@ -344,8 +326,7 @@ def state_bits(session: Session) -> list[Tensor]:
 
 
 def overflow(session: Session, model: nn.Module, batch: Batch, factor: float = math.inf) -> None:
-    x, y = batch
-    session.step(spoil(F.cross_entropy(cast(session, model, x), y), factor))
+    session.step(spoil(loss_of(session, model, batch), factor))
 
 
 OURS: dict[str, Build] = {
@@ -714,9 +695,7 @@ def test_unscaling_to_inspect_gradients_changes_nothing(policy: str, settings: d
     accumulate = settings.get("accumulate", 1)
     for number, (x, y) in enumerate(batches(10), 1):
         for session, model in ((first, plain), (second, looked)):
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.backward(loss)
+            session.backward(loss_of(session, model, (x, y)))
             if number % accumulate == 0:
                 if session is second:
                     session.unscale()
@@ -728,8 +707,7 @@ def test_unscaling_to_inspect_gradients_changes_nothing(policy: str, settings: d
 
 def test_unscaled_gradients_are_the_true_ones_and_may_be_changed() -> None:
     session, model = small("fp16", lr=1.0, accumulate=4)
-    (x, y), *_ = batches(1)
-    loss = F.cross_entropy(cast(session, model, x), y)
+    loss = loss_of(session, model, batches(1)[0])
     wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     session.backward(loss)
     session.unscale()
@@ -1003,8 +981,7 @@ def no_calls(wanted: Callable[[Session, nn.Module], Any]) -> Callable[[], Any]:
 def after_backward(wanted: Callable[[Session, Tensor], Any], **settings: Any) -> Callable[[], Any]:
     def run() -> Any:
         session, model = small(**settings)
-        x, y = batches(1)[0]
-        loss = F.cross_entropy(cast(session, model, x), y)
+        loss = loss_of(session, model, batches(1)[0])
         session.backward(loss, retain_graph=True)
         return wanted(session, loss)
 
