@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import mezzo
 from helpers_trainers import assert_same, forgotten, linear, network
 from mezzo.errors import SessionError
-from mezzo.records import read_record, write_record
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -43,7 +42,7 @@ class Regression(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = self.net(inputs)
-        self.kinds += [found.dtype, F.softmax(found, -1).dtype]
+        self.kinds.append(found.dtype)
         loss = F.mse_loss(found.float(), labels.float())
         self.losses.append(loss.detach())
         return {"loss": loss, "logits": found}
@@ -119,26 +118,13 @@ def test_it_trains_as_a_session_does(policy: str, tmp_path: Path) -> None:
     assert_same(model.parameters(), own.parameters())
     found = made.record().steps.num_skipped, made.accelerator.driven.session.loss_scale
     assert found == (session.skipped, session.loss_scale)
+    assert made.record().framework == f"torch {torch.__version__} in transformers {transformers.__version__}"
     if policy.endswith("-master"):
         assert {p.dtype for p in model.parameters()} == {mezzo.Policy.parse(policy).storage.dtype}
         masters = made.accelerator.driven.state_dict()["masters"][0]
         assert list(masters) == [name for name, _ in own.named_parameters()]
         assert_same(masters.values(), optimizer.param_groups[0]["params"])
         assert {p.dtype for g in made.optimizer.param_groups for p in g["params"]} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("policy", "kinds"),
-    [
-        ("fp16", [torch.float16, torch.float32]),
-        ("fp16:fp32_modules=net.2", [torch.float32, torch.float32]),
-        ("fp16:lower=softmax", [torch.float16, torch.float16]),
-    ],
-)
-def test_it_honours_lists_and_fp32_modules(policy: str, kinds: list[torch.dtype], tmp_path: Path) -> None:
-    model = Regression()
-    trainer(tmp_path, policy, model, examples(1)).train()
-    assert model.kinds == kinds
 
 
 def test_the_schedule_waits_on_a_skip(tmp_path: Path) -> None:
@@ -234,17 +220,6 @@ def test_evaluation_runs_under_the_policy(tmp_path: Path) -> None:
     found = made.evaluate(examples(1))
     assert model.kinds[0] is torch.float16
     assert found["eval_loss"] == pytest.approx(float(model.losses[0]))
-
-
-def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
-    model = Regression()
-    made = trainer(tmp_path, OVERFLOWS, model, examples(6))
-    made.train()
-    record = made.record()
-    write_record(record, tmp_path / "record.json")
-    assert read_record(tmp_path / "record.json").model_dump_json() == record.model_dump_json()
-    assert record.steps.loss == [float(x) for x in model.losses]
-    assert record.framework == f"torch {torch.__version__} in transformers {transformers.__version__}"
 
 
 def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_replayed_steps_are_the_eager_ones(
     scaled = "fp16" in policy
     one, other = (built(policy, optimizer, **settings) for _ in range(2))
     step = captured(one, monkeypatch)
-    data = batches(4 * settings.get("accumulate", 1) + 2, poison=(2, 5) if scaled else ())
+    data = batches(3 * settings.get("accumulate", 1) + 1, poison=(2, 5) if scaled else ())
     losses = []
     for run in (step, lambda x, y: eager_step(other, x, y)):
         torch.manual_seed(7)

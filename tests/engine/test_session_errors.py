@@ -212,6 +212,14 @@ def test_what_the_hint_of_eps_says_trains() -> None:
 # --- warned of ---------------------------------------------------------------------------------------------------------------
 
 
+def scheduled(kind: Any, *factors: Any, policy: str = "bf16", held: bool = True) -> tuple[Session, nn.Module, Any]:
+    """Return a session and a scheduler, which the session steps if it is ``held``."""
+    model = mlp(6, 8, 3)
+    optimizer = sgd(model)
+    scheduler = kind(optimizer, *factors)
+    return Session(model, optimizer, policy=policy, scheduler=scheduler if held else None), model, scheduler
+
+
 def layers_replaced() -> None:
     model = mlp(6, 8, 3)
     optimizer = sgd(model)
@@ -232,9 +240,9 @@ def only_evaluated_under_autocast() -> None:
     session.step(model(X).square().mean())
 
 
-def outer_autocast() -> None:
-    session, model = built()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def outer_autocast(policy: str, dtype: torch.dtype) -> None:
+    session, model = built(policy)
+    with torch.autocast("cpu", dtype=dtype):
         loss = loss_of(session, model)
     session.step(loss)
 
@@ -249,13 +257,6 @@ def inner_autocast(policy: str = "fp16") -> Callable[[], None]:
         assert not any(m._forward_pre_hooks for m in model.modules())
 
     return run
-
-
-def outer_autocast_of_fp32() -> None:
-    session, model = built("fp32")
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = loss_of(session, model)
-    session.step(loss)
 
 
 def divided(how: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -290,20 +291,14 @@ def zeroed_in_the_window() -> None:
 
 
 def stepped_twice() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = ExponentialLR(optimizer, 0.9)
-    session = Session(model, optimizer, policy="bf16", scheduler=scheduler)
+    session, model, scheduler = scheduled(ExponentialLR, 0.9)
     for _ in range(6):
         train(session, model, 1)
         scheduler.step()
 
 
 def stepped_by_hand_on_skips() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = ExponentialLR(optimizer, 0.9)
-    session = Session(model, optimizer, policy="fp16:init_scale=16777216")
+    session, model, scheduler = scheduled(ExponentialLR, 0.9, policy="fp16:init_scale=16777216", held=False)
     for _ in range(3):
         session.step(spoil(loss_of(session, model)))
         scheduler.step()
@@ -340,10 +335,10 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "no autocast": (no_autocast, OUTSIDE.format("fp16")),
     "no autocast, bf16": (lambda: no_autocast("bf16:op_lists=device"), OUTSIDE.format("bf16:op_lists=device")),
     "only evaluated under autocast": (only_evaluated_under_autocast, OUTSIDE.format("fp16")),
-    "autocast of another format around": (outer_autocast, OUTER.format("torch.bfloat16", "fp16")),
+    "another format around": (lambda: outer_autocast("fp16", torch.bfloat16), OUTER.format("torch.bfloat16", "fp16")),
     "autocast of another format inside": (inner_autocast(), OUTER.format("torch.bfloat16", "fp16")),
     "autocast inside fp32": (inner_autocast("fp32"), OUTER.format("torch.bfloat16", "fp32")),
-    "autocast around fp32": (outer_autocast_of_fp32, OUTER.format("torch.float16", "fp32")),
+    "autocast around fp32": (lambda: outer_autocast("fp32", torch.float16), OUTER.format("torch.float16", "fp32")),
     "divided": (divided(lambda loss: loss / 4), DIVIDED),
     "divided in place": (divided(lambda loss: loss.div_(4.0)), DIVIDED),
     "multiplied by a quarter": (divided(lambda loss: 0.25 * loss), DIVIDED),
@@ -378,16 +373,10 @@ def test_what_is_warned_of(name: str) -> None:
 # --- loops that are refused ------------------------------------------------------------------------------------------------------
 
 
-def backward_inside(policy: str = "fp16") -> None:
+def backward_inside(policy: str = "fp16", count: int = 1) -> None:
     session, model = built(policy)
     with session.autocast():
-        session.step(model(X).float().square().mean())
-
-
-def loop_inside() -> None:
-    session, model = built()
-    with session.autocast():
-        for _ in range(3):
+        for _ in range(count):
             session.step(model(X).float().square().mean())
 
 
@@ -413,18 +402,14 @@ def one_update_of_the_other_player() -> None:
     session.update(optimizers[1])
 
 
-def gradients_dropped() -> None:
-    session, model = built(accumulate=3)
-    for _ in range(3):
-        train(session, model, 1)
-        session.optimizers[0].zero_grad()
+def in_the_window(act: Callable[[torch.optim.Optimizer], Any]) -> Callable[[], None]:
+    def run() -> None:
+        session, model = built(accumulate=3)
+        for _ in range(3):
+            train(session, model, 1)
+            act(session.optimizers[0])
 
-
-def stepped_in_the_window() -> None:
-    session, model = built(accumulate=3)
-    for _ in range(3):
-        train(session, model, 1)
-        session.optimizers[0].step()
+    return run
 
 
 def old_loop_with_backward() -> None:
@@ -491,28 +476,19 @@ def moved() -> None:
     session.step(loss)
 
 
-def layer_replaced() -> None:
-    session, model = built()
-    model[2] = nn.Linear(8, 3)
-    train(session, model)
+def changed(change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a training of a model that was changed after its session was built."""
+
+    def run() -> None:
+        session, model = built()
+        change(model)
+        train(session, model)
+
+    return run
 
 
-def assigned() -> None:
-    session, model = built()
+def assigned(model: nn.Module) -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    train(session, model)
-
-
-def layer_taken_out() -> None:
-    session, model = built()
-    model[2] = nn.Identity()
-    train(session, model)
-
-
-def frozen() -> None:
-    session, model = built()
-    model.requires_grad_(False)
-    train(session, model)
 
 
 BLOCK = (
@@ -576,14 +552,14 @@ def sparse_for_one_pass() -> None:
 LOOPS: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
     "step in the block": (backward_inside, BLOCK),
     "step in the block, CPU's own kernels": (lambda: backward_inside("bf16:op_lists=device"), BLOCK),
-    "the loop in the block": (loop_inside, BLOCK),
+    "the loop in the block": (lambda: backward_inside(count=3), BLOCK),
     "torch's GradScaler": (scaled_by(torch.amp.GradScaler), SCALED),
     "torch's GradScaler under fp32": (scaled_by(torch.amp.GradScaler, "fp32"), SCALED),
     "our GradScaler": (scaled_by(GradScaler), SCALED),
     "a loss of another model": (loss_of_another_model, NOTHING),
     "an update of what the loss does not reach": (one_update_of_the_other_player, NOTHING),
-    "zero_grad in the window": (gradients_dropped, GONE),
-    "step in the window": (stepped_in_the_window, CHANGED_WEIGHTS),
+    "zero_grad in the window": (in_the_window(lambda o: o.zero_grad()), GONE),
+    "step in the window": (in_the_window(lambda o: o.step()), CHANGED_WEIGHTS),
     "the old step after backward": (old_loop_with_backward, GONE),
     "a backward pass of one's own": (own_backward, (LEFT[0].format((8, 6)), LEFT[1])),
     "two sessions of a GAN": (gan_of_two_sessions, (LEFT[0].format((3, 6)), LEFT[1])),
@@ -593,10 +569,10 @@ LOOPS: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
     "bfloat16 later": (half_afterwards(5, lambda m: m.bfloat16()), (NARROW.format("bfloat16"), CAST_HINT)),
     "a sparse embedding for mezzo.AdamW": (sparse_for_one_pass, SPARSE),
     "moved": (moved, MOVED),
-    "a layer replaced": (layer_replaced, OTHERS),
-    "a layer taken out": (layer_taken_out, OTHERS),
-    "parameters assigned": (assigned, OTHERS),
-    "a frozen model": (frozen, NO_GRAPH),
+    "a layer replaced": (changed(lambda m: m.__setitem__(2, nn.Linear(8, 3))), OTHERS),
+    "a layer taken out": (changed(lambda m: m.__setitem__(2, nn.Identity())), OTHERS),
+    "parameters assigned": (changed(assigned), OTHERS),
+    "a frozen model": (changed(lambda m: m.requires_grad_(False)), NO_GRAPH),
     "a copy": (lambda: copy.deepcopy(built()[0]), COPY),
     "a shallow copy": (lambda: copy.copy(built()[0]), COPY),
     "a pickle": (lambda: pickle.dumps(built()[0]), COPY),
@@ -673,10 +649,7 @@ def unscaled_and_clipped() -> None:
 
 
 def epoch_scheduler_by_hand() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    session = Session(model, optimizer, policy="fp16:init_scale=64")
+    session, model, scheduler = scheduled(StepLR, 1, 0.5, policy="fp16:init_scale=64", held=False)
     for _ in range(3):
         train(session, model, 4)
         session.step(spoil(loss_of(session, model)))
@@ -684,10 +657,7 @@ def epoch_scheduler_by_hand() -> None:
 
 
 def loaded_scheduler() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    session = Session(model, optimizer, policy="bf16", scheduler=scheduler)
+    session, model, scheduler = scheduled(StepLR, 1, 0.5)
     train(session, model, 3)
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 40, "_step_count": 41})
     train(session, model, 3)
@@ -726,10 +696,7 @@ def several_losses_and_players() -> None:
 
 
 def same_autocast_around() -> None:
-    session, model = built()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = loss_of(session, model)
-    session.step(loss)
+    outer_autocast("fp16", torch.float16)
 
 
 def an_island_in_fp32() -> None:

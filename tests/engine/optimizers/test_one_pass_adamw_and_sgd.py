@@ -193,37 +193,6 @@ def test_states_pass_between_torch_and_here(name: str, changed: dict[str, Any], 
     assert after.param_groups[0]["lr"] == changed["lr"]
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-@pytest.mark.parametrize("masters", [True, False])
-def test_resuming_is_bit_exact(name: str, changed: dict[str, Any], dtype: torch.dtype, masters: bool) -> None:
-    def build(values: list[Tensor]) -> tuple[list[nn.Parameter], Any]:
-        parameters = new(*values, dtype=dtype)
-        optimizer = PAIRS[name][0](parameters, **changed)
-        optimizer.master_weights = masters
-        return parameters, optimizer
-
-    whole, optimizer = build([normal(3, 4), normal(1030)])
-    run(optimizer, range(3))
-    saved = through_a_file(optimizer.state_dict())
-    resumed, fresh = build([p.detach() for p in whole])
-    fresh.load_state_dict(saved)
-    run(optimizer, range(3, 7))
-    run(fresh, range(3, 7))
-    has_masters = masters and dtype is not FP32
-    for a, b in zip(whole, resumed, strict=True):
-        assert torch.equal(a, b)
-        assert (fresh.master(b) is not None) == has_masters
-        if has_masters:
-            assert torch.equal(optimizer.master(a), fresh.master(b))
-            assert not torch.equal(fresh.master(b), b.float())  # there is something to lose
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(value, fresh.state[b][key]), key
-    states = saved["state"].values()
-    assert all(v.dtype is FP32 for state in states for v in state.values())
-    assert all(("master" in state) == has_masters for state in states)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_and_pickles_go_on_alike(copied: Callable[[Any], Any]) -> None:
     parameters = new(normal(5), dtype=BF16)
