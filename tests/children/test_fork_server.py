@@ -246,9 +246,7 @@ ENDS = """
 
 
 @pytest.mark.parametrize("kept", ["written()", "waiting", "Writes()"])
-def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
-    place: Path, starter: Starter, kept: str
-) -> None:
+def test_what_a_run_leaves_is_finalised_without_torch_being_collected(place: Path, starter: Starter, kept: str) -> None:
     file = place / "cycle.txt"
     file.unlink(missing_ok=True)
     with forking(starter):

@@ -288,9 +288,7 @@ class TakesTensors(torch.optim.SGD):
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 @pytest.mark.parametrize("gradient", [2.0, INF])
 @pytest.mark.parametrize(("build", "unscaled"), [(TakesScaler, False), (TakesTensors, False), (TakesTensors, True)])
-def test_an_optimizer_that_scales_by_itself_is_given_what_torch_gives(
-    build: Any, gradient: float, unscaled: bool
-) -> None:
+def test_an_optimizer_that_scales_itself_is_given_what_torch_gives(build: Any, gradient: float, unscaled: bool) -> None:
     def seen(kind: type[Torchs]) -> Any:
         loop = Loop(kind, gradient=torch.full((2,), gradient))
         optimizer = build([loop.weight], lr=0.5)

@@ -170,9 +170,7 @@ def test_trainer_averages_a_short_last_window_over_its_micro_batches(policy: str
     [({"gradient_clip_val": 1.0}, 0.5), ({"gradient_clip_val": 1.5, "gradient_clip_algorithm": "value"}, 1.5), ({}, 2)],
 )
 @pytest.mark.parametrize("kind", [Linear, Unseen])
-def test_trainer_clips_true_gradients(
-    policy: str, settings: dict[str, Any], step: float, kind: type[Linear | Unseen]
-) -> None:
+def test_trainer_clips(policy: str, settings: dict[str, Any], step: float, kind: type[Linear | Unseen]) -> None:
     module = kind()
     _, plugin = fit(module, policy, constants(2), **settings)  # a norm of 4
     if isinstance(module, Linear):

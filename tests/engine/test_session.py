@@ -169,7 +169,7 @@ def calls_a_step(run: Callable[[list[Batch]], Any]) -> float:
 @pytest.mark.parametrize("clip_norm", [None, 0.3], ids=["", "clipped"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW foreach", "AdamW for-loop"])
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_calls_per_step_are_at_most_5_percent_above_a_hand_written_loop(
+def test_calls_are_at_most_5_percent_above_a_loop_by_hand(
     dtype: torch.dtype, name: str, clip_norm: float | None
 ) -> None:
     widths = (6, 8, 8, 3)
@@ -211,9 +211,7 @@ def steps_of(session: Session, model: nn.Module, data: list[Batch], *, weighted:
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("sizes", [[4, 4, 4, 4], [1, 9, 1, 1], [6], [3, 8, 1]], ids=str)
-def test_micro_batches_with_weights_are_the_whole_batch_and_without_are_averaged(
-    sizes: list[int], weighted: bool
-) -> None:
+def test_weighted_micro_batches_are_the_whole_batch_and_others_averaged(sizes: list[int], weighted: bool) -> None:
     session, model = double_session(4)
     data = uneven(sizes)
     xs, ys = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
@@ -394,7 +392,7 @@ class Line(nn.Module):
 
 @pytest.mark.parametrize("build", [SGD, mezzo.SGD])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_finite_gradients_whose_squares_overflow_are_not_skipped(
+def test_gradients_whose_squares_overflow_are_not_skipped(
     build: Callable[..., Optimizer], clip_norm: float | None
 ) -> None:
     model = Line()

@@ -129,9 +129,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("level", "keywords", "error", "text"), REFUSED)
-def test_what_does_not_go_together_is_refused(
-    level: str, keywords: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_what_does_not_fit_is_refused(level: str, keywords: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         initialized(level, **keywords)
     assert text in str(caught.value)

@@ -1020,7 +1020,7 @@ def autocast_state() -> tuple[Any, ...]:
     return kinds, nesting, torch.is_autocast_cache_enabled()
 
 
-def test_device_lists_set_the_state_that_torchs_context_sets_and_do_not_enter_it(
+def test_device_lists_set_the_state_of_torchs_context_and_do_not_enter_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, wanted, before = [], [], autocast_state()

@@ -118,7 +118,7 @@ def test_8_bits_are_right_on_average_over_all_noise(signed: bool, value: float) 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 400), spread=st.sampled_from([0.0, 1.0, 4.0, 12.0]))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_values_are_within_an_eighth_and_packing_again_changes_nothing(
+def test_values_are_within_an_eighth_and_packed_again_the_same(
     signed: bool, seed: int, count: int, spread: float
 ) -> None:
     values = normal(count, seed, spread=spread).clamp(-1e18, 1e18)  # squares within FP32's range

@@ -314,9 +314,7 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize(("wide", "narrow", "expected"), BUCKETS)
-def test_buckets_hold_one_format_and_no_more_than_their_size(
-    wide: list[int], narrow: list[int], expected: list[list[int]]
-) -> None:
+def test_buckets_hold_one_format_and_their_size(wide: list[int], narrow: list[int], expected: list[list[int]]) -> None:
     gradients = [torch.empty(n, device="meta") for n in wide]
     gradients += [torch.empty(n, device="meta", dtype=torch.float16) for n in narrow]
     assert [[g.numel() for g in bucket] for bucket in buckets(gradients)] == expected

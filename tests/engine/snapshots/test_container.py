@@ -249,9 +249,7 @@ def noted(calls: list[str], name: str, function: Callable[..., Any]) -> Callable
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_a_failed_write_leaves_nothing_and_harms_nothing(
-    name: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_and_harms_nothing(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
 
     def fail(*_: Any) -> None:

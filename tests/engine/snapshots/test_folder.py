@@ -169,9 +169,7 @@ def test_a_failed_save_is_an_error_and_harms_nothing(
     assert again.load(folder) is not None
 
 
-def test_a_failed_save_nobody_waited_for_is_raised_by_the_next(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_save_is_raised_by_the_next_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     session, _ = built()
     session.save(tmp_path).wait()  # type: ignore[union-attr]
     mend = full_disk(tmp_path)
