@@ -313,9 +313,7 @@ def test_memory_that_runs_out_in_the_update_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError, KeyboardInterrupt])
-def test_without_micro_batch_an_error_leaves_all_as_it_was(
-    error: type[BaseException],
-) -> None:
+def test_without_micro_batch_an_error_leaves_all_as_it_was(error: type[BaseException]) -> None:
     model, optimizer = build()
     session = Session(model, optimizer, policy="fp32", accumulate=2)
     all_batches = batches()

@@ -19,15 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 
 import mezzo
 from helpers_engine import Batch, Build, batches, mlp, parameters, randn, same_bits, spoil, through_a_file, train
-from mezzo import (
-    MezzoError,
-    NonFiniteLossError,
-    PolicyError,
-    PrecisionWarning,
-    ScaleFloorError,
-    Session,
-    SessionError,
-)
+from mezzo import MezzoError, NonFiniteLossError, PolicyError, PrecisionWarning, ScaleFloorError, Session, SessionError
 from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.engine.state import open_window
 from mezzo.policy import PRESETS

@@ -198,10 +198,7 @@ def test_the_usual_eps_is_right_elsewhere(policy: str) -> None:
 
 
 def test_what_the_hint_of_eps_says_trains() -> None:
-    for build in (
-        lambda p: mezzo.AdamW(p, lr=1e-2),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
-    ):
+    for build in (lambda p: mezzo.AdamW(p, lr=1e-2), lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4)):
         model = mlp(6, 8, 3)
         session = Session(model, build(model.parameters()), policy="fp16-pure")
         first = loss_of(session, model).item()

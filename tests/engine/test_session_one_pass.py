@@ -156,6 +156,10 @@ def way(session: mezzo.Session) -> list[tuple[str, str]]:
 def test_the_choice_of_update_is_explained_with_its_reason() -> None:
     general = "optimizers' own step"
     reason = "not all optimizers are mezzo.AdamW or mezzo.SGD"
+    said = build(mezzo.AdamW, "fp16:op_lists=device", {}).explain()
+    assert [(c.value, c.reason) for c in said if c.what == "casting"] == [
+        ("kernels", "the policy asks for the device's own lists")
+    ]
     assert way(build(mezzo.AdamW, "fp16", {})) == [("one pass", choose("cpu")[1])]
     assert way(build(torch.optim.AdamW, "fp16", {})) == [(general, reason)]
     assert way(build(mezzo.SGD, "fp16", {}, clip_value=0.1)) == [(general, "clip_value changes single elements")]

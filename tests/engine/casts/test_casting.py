@@ -1020,9 +1020,7 @@ def autocast_state() -> tuple[Any, ...]:
     return kinds, nesting, torch.is_autocast_cache_enabled()
 
 
-def test_device_lists_set_the_state_of_torchs_context_and_do_not_enter_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_lists_set_the_state_of_torchs_context_and_do_not_enter_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, wanted, before = [], [], autocast_state()
     for opens, states in (
         (casting("fp16:op_lists=device").region, found),

@@ -24,10 +24,7 @@ from mezzo.engine.optimizers.one_pass import choose
 from mezzo.errors import PolicyError, SessionError
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-PAIRS: dict[str, tuple[Any, Any]] = {
-    "AdamW": (mezzo.AdamW, torch.optim.AdamW),
-    "SGD": (mezzo.SGD, torch.optim.SGD),
-}
+PAIRS: dict[str, tuple[Any, Any]] = {"AdamW": (mezzo.AdamW, torch.optim.AdamW), "SGD": (mezzo.SGD, torch.optim.SGD)}
 both = pytest.mark.parametrize("name", list(PAIRS))
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"lr": 1e-2}),
