@@ -304,21 +304,6 @@ def test_a_state_goes_through_a_file_whole() -> None:
     assert scale.value() != 64.0
 
 
-def test_grad_scaler_takes_our_state() -> None:
-    ours = DynamicScale(512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
-    for update in "x...":
-        ours.update(FLAGS[update == "x"])
-    theirs = grad_scaler(1.0)
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.get_scale() == 128.0
-    assert theirs._get_growth_tracker() == 3
-    assert (theirs.get_growth_factor(), theirs.get_backoff_factor(), theirs.get_growth_interval()) == (3.0, 0.25, 4)
-    for found in (False, True, True, False):
-        ours.update(FLAGS[found])
-        advance(theirs, FLAGS[found])
-        assert ours.value() == theirs.get_scale()
-
-
 def test_we_take_grad_scalers_state() -> None:
     theirs = grad_scaler(512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
     for found in (True, False, False):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import mezzo
 import mezzo.formats
 from mezzo.compat.grad_scaler import GradScaler
-from mezzo.engine.scaling import DynamicScale
 
 INF, NAN, GOOD = float("inf"), float("nan"), 0.05
 OVERFLOWS = [INF, -INF, *[NAN] * 6]
@@ -61,14 +60,6 @@ def test_deepspeeds_traces_through_a_session(
             assert session.loss_scale == settings["min_scale"]
         seen.append(session.loss_scale)
     assert seen == scales
-
-
-def test_deepspeeds_hysteresis_survives_a_checkpoint() -> None:
-    one, two = (DynamicScale(256.0, growth_interval=100, hysteresis=2) for _ in range(2))
-    one.update(torch.tensor(1.0))
-    two.load_state_dict(one.state_dict())
-    two.update(torch.tensor(1.0))
-    assert (one.value(), two.value()) == (256.0, 128.0)
 
 
 # --- what torch's tests ask of a GradScaler -------------------------------------------------------------------------------------
@@ -275,12 +266,3 @@ def test_without_cuda_the_default_scaler_is_off_and_says_so(monkeypatch: pytest.
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = GradScaler()
     assert (scaler.is_enabled(), scaler.get_scale()) == (False, 1.0)
-
-
-def test_a_scale_can_be_set() -> None:
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.zeros(1))
-    scaler.update(8.0)
-    assert scaler.get_scale() == 8.0
-    scaler.update(torch.tensor(16.0))
-    assert scaler.get_scale() == 16.0

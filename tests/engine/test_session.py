@@ -382,6 +382,11 @@ class Line(nn.Module):
         return (self.weight * slope).sum()
 
 
+def line(policy: str, **settings: Any) -> tuple[Session, Line]:
+    model = Line()
+    return Session(model, SGD(model.parameters(), lr=1.0), policy=policy, **settings), model
+
+
 @pytest.mark.parametrize("build", [SGD, mezzo.SGD])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_gradients_whose_squares_overflow_are_not_skipped(
@@ -397,8 +402,7 @@ def test_gradients_whose_squares_overflow_are_not_skipped(
 
 
 def test_without_a_loss_scale_nothing_is_skipped() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="bf16")
+    session, model = line("bf16")
     session.step(spoil(cast(session, model, 1.0)))
     assert (session.updates, session.skipped, session.loss_scale) == (1, 0, 1.0)
     assert math.isinf(session.grad_norm)
@@ -504,8 +508,7 @@ def test_the_floor_of_one_scale_is_no_error_while_another_overflows() -> None:
 
 
 def test_finite_gradients_of_two_losses_whose_squares_overflow_are_not_skipped() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16:init_scale=16", num_losses=2)
+    session, model = line("fp16:init_scale=16", num_losses=2)
     session.backward(cast(session, model, 1e25), loss_id=0)
     session.backward(cast(session, model, 2e25), loss_id=1)
     session.update()
@@ -515,8 +518,7 @@ def test_finite_gradients_of_two_losses_whose_squares_overflow_are_not_skipped()
 
 
 def test_losses_that_overflow_only_together_back_off_both() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16:init_scale=16", num_losses=2)
+    session, model = line("fp16:init_scale=16", num_losses=2)
     for loss_id in (0, 1):
         session.backward(cast(session, model, 1e37), loss_id=loss_id)  # scaled, 1.6e38 each: their sum is still finite
     session.update()
@@ -712,8 +714,7 @@ def test_unscaled_gradients_are_the_true_ones_and_may_be_changed() -> None:
 
 
 def test_clipping_after_unscale_is_by_the_changed_gradients() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16", clip_norm=1.0)
+    session, model = line("fp16", clip_norm=1.0)
     session.backward(cast(session, model, 0.1))
     session.unscale()
     assert model.weight.grad is not None
@@ -930,8 +931,7 @@ def test_large_updates_of_pure_weights_do_not_warn() -> None:
 
 def test_gradients_of_16_bit_weights_reach_the_masters_in_full() -> None:
     """An FP16 gradient of 2**-20 times the scale is far above FP16's floor; unscaled in FP16 it would round to steps of 2**-24."""
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16-master")
+    session, model = line("fp16-master")
     slope = 2.0**-30
     session.step(model(1.0) * slope)
     assert session.state_dict()["models"][0]["weight"].tolist() == [-slope] * 2
