@@ -132,7 +132,7 @@ class PolicyFields:
         if worst.level == "impossible":
             raise UnsupportedFormatError(
                 f"policy {self!s} cannot compute in {worst.format} on {device.name}: {worst.reason}",
-                hint="choose another device: mezzo doctor lists those of this machine",
+                hint="choose another device: mezzo doctor lists this machine's devices",
             )
         if self.arithmetic == "emulated":
             return "emulated", "the policy asks for emulated arithmetic"

@@ -124,7 +124,7 @@ def _files_of(folder: Path, parts: list[str]) -> list[Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted names that code imports, and those of the attributes that it reads of imported modules: ``np.random``."""
+    """Yield the dotted names that code imports, or reads as attributes of imported modules: ``np.random``."""
     modules: dict[str, str] = {}
     """The imported modules by their names in this file."""
     for node in ast.walk(tree):

@@ -219,7 +219,7 @@ class DynamicScale(StaticScale):
         """Load a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
 
         Raises:
-            PolicyError: the state is not that of a loss scale.
+            PolicyError: the state is not a loss scale's.
         """
         if not state:  # a disabled GradScaler's state, or NoScale's
             return
@@ -239,7 +239,7 @@ class DynamicScale(StaticScale):
 class KnownScale(DynamicScale):
     """A dynamic scale for a loop that reads every update's flag: its state is on the host, and only the scale is on the device.
 
-    The numbers are those of ``DynamicScale``. An update that cannot change the scale costs a subtraction instead of two kernels, and
+    The numbers equal ``DynamicScale``'s. An update that cannot change the scale costs a subtraction instead of two kernels, and
     reading the scale never waits.
     """
 

@@ -339,7 +339,7 @@ def script_lines(before: str, new: Policy) -> str:
     return "; ".join(lines)
 
 
-# An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
+# An operation has up to two names: its function's in ``paddle._C_ops``, and its name in the lists of ``paddle.amp``
 # if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` contains the second, as printed for a call by
 # ``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1; ``PADDLE_WHITE`` and ``PADDLE_BLACK`` are the lists in
 # ``paddle/amp/amp_lists.py`` of that version, without operations that belong to no family. Families that are missing here are not

@@ -197,7 +197,7 @@ def _cpu_advice(facts: Facts) -> Iterator[Note]:
         yield Note(
             what=f"{' and '.join(emulated)} on this CPU",
             value="compare losses and memory here, and times on a GPU",
-            reason="half precision is emulated here: numerics are those of a GPU, times are not",
+            reason="half precision is emulated here: numerics match a GPU's, times do not",
         )
     if facts.compiler is None:
         yield Note(

@@ -65,7 +65,7 @@ def patch_loop(job: PatchJob) -> None:
 
 
 def finish(job: PatchJob, settings: PaddlePrecision, names: dict[Backward, str]) -> None:
-    """Scale the losses and update through a scaler, if the policy scales; ``names`` are those of losses that were moved."""
+    """Scale the losses and update through a scaler, if the policy scales; ``names`` are the losses that were moved."""
     if not settings.grad_scaler["enable"]:
         for backward, name in names.items():
             job.editor.replace(backward.loss, name)

@@ -15,9 +15,7 @@ from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import Note
 
-WHY = (
-    "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
-)
+WHY = "steps that a graph of the script replays are not recorded: losses, times and verdicts cover the other steps"
 
 
 class Graph:

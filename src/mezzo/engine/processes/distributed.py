@@ -438,7 +438,7 @@ class EmulatedWorld:
     extremes of communication libraries; those that add in FP32 inside the network or a node round less. The emulation takes N
     passes over the gradients, so its time says nothing about a real reduction.
 
-    The draws depend only on the gradients' values: a resumed run repeats those of an uninterrupted one, and the script's random
+    The draws depend only on the gradients' values: a resumed run repeats an uninterrupted run's, and the script's random
     numbers do not change.
     """
 

@@ -62,7 +62,7 @@ class Resumable(SessionParts):
         return self.state.position.epoch
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass over ``loader``; after ``load`` those of the open pass that were not trained on yet.
+        """Yield the batches of a pass over ``loader``; after ``load`` only the open pass's batches that were not trained on yet.
 
         Raises:
             SessionError: ``loader`` is an iterator, or not the loader of the run that was stopped.

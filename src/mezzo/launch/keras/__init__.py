@@ -160,7 +160,7 @@ class KerasTraining(WithoutPyTorch):
 
     @property
     def framework(self) -> str:
-        """Keras' version and that of its backend."""
+        """The versions of Keras and of its backend."""
         version = package_version("keras") or "not installed"
         return f"keras {version} on {self._run.backend.name if self._run.backend else 'no backend'}"
 
@@ -276,7 +276,7 @@ def refuse_several_workers(patches: Patches) -> None:
 def _alone(
     name: str, original: Callable[..., None], self: Any, cluster_resolver: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Make a strategy whose cluster, by default that of TF_CONFIG, is one process."""
+    """Make a strategy whose cluster, by default TF_CONFIG's, is one process."""
     import tensorflow as tf
 
     resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()

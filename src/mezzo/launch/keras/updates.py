@@ -219,7 +219,7 @@ _BACKOFF = 0.5  # LossScaleOptimizer's own
 
 
 class LayerScale(Protocol):
-    """A loss scale: the policy's, or that of the script's own LossScaleOptimizer."""
+    """A loss scale: the policy's, or the script's own LossScaleOptimizer's."""
 
     dynamic: bool
     """Whether it changes by itself."""

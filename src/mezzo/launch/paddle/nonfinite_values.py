@@ -197,7 +197,7 @@ class NonFinite(StepObserver):
         return run
 
 
-# The thresholds are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
+# The thresholds are the same as in PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
 # one that contains only rounding noise (a bias before a norm) is not judged.
 
 
@@ -439,7 +439,7 @@ class ValueFollower:
                 self._vanished(operation, lost, backward=True)
 
     def _result_gradient(self, operation: TapedOperation | None, result: Any, gradient: Any) -> None:
-        """Record the gradient of a result or of a weight; that of a rounded result is rounded next."""
+        """Record the gradient of a result or of a weight; a rounded result's gradient is rounded next."""
         if gradient is None:
             return
         with self._surveyed(gradient) as lost:

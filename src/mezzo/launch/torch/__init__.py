@@ -505,6 +505,6 @@ def _record_update(
 
 
 def _capture(run: TorchRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Capture a session's step: its rehearsals are no training steps, and its replays are counted like those of any graph."""
+    """Capture a session's step: its rehearsals are no training steps, and its replays are counted like any graph's."""
     with run.phase.no_training():
         return original(*args, **kwargs)

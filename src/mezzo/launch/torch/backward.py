@@ -185,7 +185,7 @@ class BackwardPasses:
             self._begin(roots, grad_outputs)
             if not self._run.objects.optimizers:
                 self._run.by_hand.reached(leaves)
-            # Those of an update may overflow: it is skipped, and its graph need not be kept.
+            # An update's gradients may overflow: it is skipped, and its graph need not be kept.
             of_update = not self._run.objects.optimizers or self._run.losses.are_of_update()
             compute = functools.partial(run_engine, roots, inputs)
             gradients = self._gradients(
@@ -203,7 +203,7 @@ class BackwardPasses:
     def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Record the loss whose gradients ``torch.func`` computes; under ``vmap``, the mean loss over the samples.
 
-        The gradients belong to an update if they are those of an optimizer's parameters, or of detached tensors that share their memory.
+        The gradients belong to an update if their leaves are an optimizer's parameters, or detached tensors that share their memory.
         """
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
@@ -298,7 +298,7 @@ class BackwardPasses:
     def _inside_pass(self) -> Iterator[None]:
         """Compute gradients inside a backward pass, as a solver with an adjoint does: they continue into that pass.
 
-        So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
+        So they stay scaled, also for leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
         gradient that the outer pass accumulates meanwhile, in the thread of another device, stays scaled, too.
         """
         node, inverse = torch._C._current_autograd_node(), self._inverse
@@ -389,7 +389,7 @@ class BackwardPasses:
         return None if self._inverse is None else unscaled(gradient, self._inverse)
 
     def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
+        """Return whether gradients from ``torch.autograd.grad`` belong to an update."""
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
         return self._run.objects.owns(leaves) if self._run.objects.optimizers else all(t.is_leaf for t in leaves)

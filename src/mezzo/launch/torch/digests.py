@@ -123,7 +123,7 @@ def flat(entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str,
 
 
 def copies_of(weights: Iterable[Tensor], values: Iterable[tuple[str, str, Any]]) -> dict[str, list[Tensor]]:
-    """Return copies of the weights, by path: the tensors of containers whose shapes are those of the weights."""
+    """Return copies of the weights, by path: the tensors of containers that have the weights' shapes."""
     shapes = Counter(tuple(weight.shape) for weight in weights)
     groups: dict[str, list[Tensor]] = {}
     for container, _, value in values:

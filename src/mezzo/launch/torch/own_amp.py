@@ -401,7 +401,7 @@ def make_changes(changes: TrialChanges, tree: ModuleTree, patches: Patches) -> N
 
 
 class LineInFP32(TorchFunctionMode):
-    """The operations of one line of the script in FP32, but not those of modules that it calls."""
+    """One line of the script in FP32, except for operations of modules that it calls."""
 
     def __init__(self, line: str) -> None:
         super().__init__()

@@ -161,7 +161,7 @@ class ThreadState(threading.local):
 
 # A capture executes nothing, and no hook records its backward pass or update: a hook may read numbers from the device or keep them there,
 # which breaks a capture. A replay runs neither Python nor hooks, so its steps cannot be recorded, only counted: every replay of a graph
-# that captured a backward pass or an update counts. Graphs of torch.compile capture neither, and those of
+# that captured a backward pass or an update counts. Graphs of torch.compile capture neither, and graphs of
 # ``torch.cuda.make_graphed_callables`` run inside the script's own passes, which are recorded.
 
 
@@ -227,7 +227,7 @@ class ScriptGraphs:
         """Return what the record lacks."""
         if not self.replays:
             return []
-        why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
+        why = "steps that a graph of the script replays are not recorded: losses, times and verdicts cover the other steps"
         return [Note(what="CUDA graph", value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:

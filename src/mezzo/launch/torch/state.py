@@ -144,7 +144,7 @@ class TorchRun:
             norm: the norm; None if it was not computed.
             finite: whether the gradients are finite, if that is known.
         """
-        # The norm of a step is that of all its updates: none where an earlier one was checked without it.
+        # The norm of a step covers all its updates: none where an earlier one was checked without it.
         partial = (
             self.precision.scale.skips_overflows
             and self.update.overflowed is not None

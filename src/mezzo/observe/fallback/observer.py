@@ -409,7 +409,7 @@ def differentiable(values: Any) -> list[Tensor]:
 
 
 class ModuleRun(NamedTuple):
-    """The outputs of one run of a module, the gradients of its inputs, and those of its weights."""
+    """The outputs of one run of a module, and the gradients of its inputs and weights."""
 
     output: list[Tensor]
     dgrad: list[Tensor]

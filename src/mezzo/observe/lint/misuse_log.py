@@ -157,7 +157,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A608",
         "the loss is not divided under accumulation",
         "info",
-        "if these are micro-batches of one batch, the gradients are k times those of the batch",
+        "if these are micro-batches of one batch, the gradients are k times too large",
         "divide the loss by k before backward(), or the learning rate by k if the optimizer is not invariant to scale",
     ),
     Misuse(

@@ -495,7 +495,7 @@ class OwnCode:
                 self.read(trained_leaves(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Record that scaled gradients of ``optimizers`` are clipped: those of the parameters ``of``, or all if it is empty."""
+        """Record that scaled gradients of ``optimizers`` are clipped: of the parameters ``of``, or of all if it is empty."""
         for optimizer in optimizers:
             self._gradients.of(optimizer).clip()
         parameters = of or [p for o in optimizers for p in trained_leaves(o)]

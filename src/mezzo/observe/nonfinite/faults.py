@@ -360,7 +360,7 @@ class Skips:
         return any(history.settled for history in self._histories.values())
 
     def steps(self) -> list[int]:
-        """Return the steps whose skips are faults if the run ends now, including those of optimizers that never made an update."""
+        """Return the steps whose skips are faults if the run ends now, including optimizers that never made an update."""
         histories = self._histories.values()
         endless = [h.searching for h in histories if not h.settled] + [
             h.open_row for h in histories if len(h.open_row) > 1

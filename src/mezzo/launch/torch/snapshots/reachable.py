@@ -258,7 +258,7 @@ def settings_now() -> dict[str, Any]:
 
 
 def changed_since(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from those of ``before``."""
+    """Return the settings that differ from ``before``."""
     return {name: value for name, value in settings_now().items() if value != before[name]}
 
 

@@ -88,7 +88,7 @@ class ScriptSnapshots:
         proves = request.proves and self._resumed is None and request.ranks == 1
         self._proof = Proof(script, self._folder.path) if proves else None
         self._until_comparison: int | None = None
-        """Updates until this run's state is compared with that of its twin."""
+        """Updates until this run's state is compared with its twin's."""
         self._patches = Patches()
         self._sigterm_received = False
         self._process = os.getpid()

@@ -364,7 +364,7 @@ class Restoration:
             rows: the table that ``Walk`` wrote.
             tensors: its tensors.
             places: where the objects of set-up were in the first run, as ``Walk.places`` returned it.
-            here: the walk through those of this run.
+            here: the walk through this run's objects.
             kinds: by the names that rows have.
             move_generator: moves a new generator to its place.
         """
@@ -520,7 +520,7 @@ def _walked_samplers(files: OwnFiles, savers: Savers, loader: Any, base: Walk | 
 class SecretTexts:
     """The secrets that set-up has, and where each is found: a snapshot names the place, and a resumed run takes the secret from there.
 
-    They are those of the script's arguments and of the environment, and those that set-up keeps under the name of a secret, also as part
+    They come from the script's arguments and the environment, and from what set-up keeps under the name of a secret, also as part
     of a longer text (``f"Bearer {key}"``). Numbers, and secrets that only the loop makes, are saved as they are: the file is its owner's.
     """
 

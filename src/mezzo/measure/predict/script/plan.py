@@ -315,7 +315,7 @@ def _assumptions(
         sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
-            how += "; those of tensors that compare samples with each other, with its square"
+            how += "; tensors that compare samples with each other grow with its square"
         add("other batch sizes", "follow", how)
     else:
         add("other batch sizes", "do not follow", no_other)

@@ -231,7 +231,7 @@ class ScriptRecorder:
                 tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         self._on_gpu.pop(
             storage_key(tensor), None
-        )  # the key may belong to a storage that is gone; the order is that of this one
+        )  # the key may belong to a storage that is gone; take this one's order
         self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
 
