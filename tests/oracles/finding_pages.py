@@ -61,7 +61,7 @@ HOW = {
     + _LEAST,
     "A201": _SHAPES
     + "Here an innermost dimension, the channels of a convolution or the width of a head is not a multiple of 8. Up to 4 channels "
-    "of a convolution without groups are those of an image and do not count. "
+    "of a convolution without groups mean an image and do not count. "
     "Products in FP32 are listed in the table of shapes, but are not a finding." + _LEAST,
     "A202": _SHAPES
     + "Here the dimensions are multiples of 8, but an address or the distance between two rows is not a multiple of 16 bytes."
