@@ -217,7 +217,7 @@ def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...
     """Return the precision of every operation: the families' own, changed by the names a user gave.
 
     Raises:
-        PolicyError: an unknown name, or one that is in two lists.
+        PolicyError: a name is unknown, or in two lists.
     """
     chosen: dict[str, Precision] = {op: f.precision for f in FAMILIES for op in f.ops}
     changed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Folders for temporary files: they end with their process or, if it was killed, with the next one that makes such a folder."""
+"""Folders for temporary files: they end with their process or, if it was killed, when another process makes such a folder."""
 
 from __future__ import annotations
 

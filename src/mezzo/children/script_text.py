@@ -24,7 +24,7 @@ MAX_FILES = 200
 
 _NAMES_CUDA = re.compile(r"cuda|nccl|pin_memory")
 _READS = {"sklearn": r"SCIPY_|SKLEARN_|JOBLIB_|LOKY_", "scipy": r"SCIPY_"}
-"""The beginnings of the environment variables that each library, or one that it needs, reads when it is imported."""
+"""The beginnings of the environment variables that each library or its dependencies read on import."""
 
 
 def needs(package: str, target: str, *, kind: Kind) -> Literal["no", "perhaps", "surely"]:

@@ -165,7 +165,7 @@ class MezzoOptimizer(AcceleratedOptimizer):
         """
         if self.accelerator is None:
             raise SessionError(
-                "step() of a copy of a prepared optimizer; allowed: of one that an accelerator prepared",
+                "step() of a copy of a prepared optimizer; allowed: of the prepared optimizer itself",
                 hint="pass it to accelerator.prepare(optimizer) first, with a copy of the model",
             )
         if closure is not None:

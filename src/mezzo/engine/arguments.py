@@ -77,7 +77,7 @@ def refuse_untrainable(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def check_attribute(session: object, name: str, value: Any, *, settable: Sequence[str]) -> None:
-    """Refuse a new value of a session's public attribute, unless it is one that later windows follow."""
+    """Refuse a new value of a session's public attribute, unless later windows follow it."""
     if name not in settable:
         what = "is read-only" if hasattr(session, name) else "does not exist"
         raise SessionError(
@@ -157,7 +157,7 @@ def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
 
 
 def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model changed."""
+    """Refuse an optimizer without parameters of the models, and warn if the model changed after it was built."""
     trained, in_models = set(trained_by(optimizers)), set(parameters)
     for optimizer in optimizers:
         its_parameters = trained_by([optimizer])

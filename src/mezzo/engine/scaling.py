@@ -328,7 +328,7 @@ def inverse_of(scale: float) -> float:
 
 
 def apply_hysteresis(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
-    """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
+    """Count consecutive overflows, and return 0 while the hysteresis tolerates them, else 1.
 
     Args:
         found_inf: FP32, no dimensions: above 0 if a gradient was not finite.

@@ -283,7 +283,7 @@ def backend_of(target: str, *, kind: Kind, environment: Mapping[str, str] = os.e
 
 
 def _chosen_in(tree: ast.AST, inherited: str | None) -> Iterator[str | None]:
-    """Yield the backends that a file may choose; None for one that its text does not tell."""
+    """Yield the backends that a file may choose; None if its text does not tell."""
     named = {id(n) for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == _VARIABLE}
     for stmt in getattr(tree, "body", []):  # what runs whatever the script is told
         if isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):

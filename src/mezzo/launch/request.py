@@ -167,7 +167,7 @@ class SnapshotRequest(_Part):
     every_s: float
     resume: bool
     identity: dict[str, str]
-    """What must be the same in a resumed run and in the one that was stopped: script, arguments, policy."""
+    """What must be the same in a stopped run and its resumption: script, arguments, policy."""
     hash_seed: str = "0"
     """Value of ``PYTHONHASHSEED``, from which the order of a set of texts follows."""
     may_be_first: bool = False

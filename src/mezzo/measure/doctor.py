@@ -179,7 +179,7 @@ def _half_precision_advice(gpu: Device) -> Note:
         return Note(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {FP16.name}",
-            reason=f"it is the only one that {gpu.name} computes in natively; its dynamic loss"
+            reason=f"it is {gpu.name}'s only native 16-bit format; its dynamic loss"
             " scale keeps small gradients from becoming zero",
         )
     return Note(

@@ -309,7 +309,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _has_short_path(entry: RunningCall) -> bool:
-    """Return whether a module's path is only its class or a number: a model itself, or a part of one that is a Sequential."""
+    """Return whether a module's path is only its class or a number: a model itself, or a part of a Sequential model."""
     outer = entry.outer
     if outer is None or outer.module is None:
         return True

@@ -89,7 +89,7 @@ def page_of(path: Path) -> Path:
 
 
 def outdated(path: Path) -> bool:
-    """Return whether the record at ``path`` has no page, or one that is older than the record."""
+    """Return whether the record at ``path`` is newer than its page, or has none."""
     try:
         return page_of(path).stat().st_mtime_ns < path.stat().st_mtime_ns
     except OSError:

@@ -371,7 +371,7 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
 
 
 def _policies(script: TypedScript) -> dict[str, str]:
-    """Return the policies as typed, if they include one that a check can compare with FP32."""
+    """Return the policies as typed, if a check can compare any of them with FP32."""
     typed = script.options.get("--policies", ("",))[-1]
     return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
 

@@ -108,7 +108,7 @@ def _cache_folder() -> Path:
     try:
         folder = cache_home() / "mezzo"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the user has no home, or one that cannot be written
+    except (OSError, RuntimeError):  # the user's home does not exist, or cannot be written
         return folder_of_process()
     return folder if os.access(folder, os.W_OK) else folder_of_process()
 

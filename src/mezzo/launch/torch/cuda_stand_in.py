@@ -177,7 +177,7 @@ class CudaStandIn:
             if not on_cuda and not (self.used and torch.device(target).type == "cpu"):
                 return original(tensor, *args, **kwargs)
             named = {**dict(zip(_TO, args, strict=False)), **kwargs}
-            # Under a function mode torch calls this wrapper again: a device would be taken for one that the script named.
+            # Under a function mode torch calls this wrapper again: a device would be taken for the script's.
             named["device"] = None if tensor.device.type == "cpu" else _CPU
             if not on_cuda:
                 return original(tensor, **{**named, "copy": True})

@@ -98,7 +98,7 @@ class OpenUpdate:
         self.scaled_by_script = False
 
     def left_out(self, made_by: Iterable[int], parts: Iterable[Update]) -> None:
-        """Record that the script left the update out: it counts as one that was skipped."""
+        """Record that the script left the update out: it counts as skipped."""
         self.stepped = self.overflowed = self.skipped = True
         self.made_by.update(made_by)
         self.parts += parts

@@ -121,7 +121,7 @@ class LeftOutUpdates:
     def pass_begins(self) -> bool:
         """Return whether the pass is an earlier one again, whose update the script left out because of an overflow.
 
-        Then that update is open, as one that was skipped.
+        Then that update is open, as a skipped one.
         """
         if not self._precision.scale.skips_overflows or self._update.in_closure:
             return False

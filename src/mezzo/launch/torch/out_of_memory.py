@@ -142,7 +142,7 @@ _EIGHT_BIT = 0.75
 def memory_settings(
     bytes_by_kind: Mapping[str, int], *, lowers: bool, step_activations: int | None, peak_bytes: int | None = None
 ) -> list[Note]:
-    """Return the settings to write, the one that saves most first.
+    """Return the settings to write, the greatest saving first.
 
     Args:
         bytes_by_kind: bytes in memory when it ran out, by kind.

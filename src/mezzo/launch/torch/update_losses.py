@@ -301,7 +301,7 @@ def _number_to_average(passes: list[_Pass]) -> int:
 
 
 def _marks(parameters: dict[int, Tensor]) -> dict[int, int]:
-    """Return a number for each gradient, which changes when the gradient does; 0 for one that is None."""
+    """Return a number for each gradient, which changes when the gradient does; 0 for None."""
     return {key: 0 if (g := p.grad) is None else (id(g) << _VERSION_BITS) + g._version for key, p in parameters.items()}
 
 

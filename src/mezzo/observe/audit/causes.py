@@ -186,7 +186,7 @@ OperandLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def shape_of(operation: TracedOperation) -> ProductShape | None:
-    """Return the shape of a product and its problems; None for one that is more than one product (recurrent layers)."""
+    """Return the shape of a product and its problems; None for several products at once (recurrent layers)."""
     if operation.op in ("mm", "bmm", "addmm", "baddbmm"):
         return _matmul(operation)
     if operation.op in ("convolution", "convolution_backward"):

@@ -279,7 +279,7 @@ class LossyProducts(TorchDispatchMode):
         self._thread = threading.get_ident()
 
     def end(self) -> None:
-        """Leave the mode; one that was entered in another thread only passes operations on from now on."""
+        """Leave the mode; in another thread it only passes operations on from now on."""
         self._over = True
         if self._thread == threading.get_ident():
             self.__exit__(None, None, None)

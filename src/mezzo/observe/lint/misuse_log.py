@@ -143,7 +143,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A606",
         "GradScaler.update between scale() and step()",
         "warning",
-        "the gradients are divided by a scale other than the one that multiplied them",
+        "the gradients are multiplied by one scale and divided by another",
         "call update() once, after the steps of all optimizers whose losses were scaled",
     ),
     Misuse(

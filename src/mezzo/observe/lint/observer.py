@@ -323,7 +323,7 @@ class Lint:
             self._without_gradients(optimizer, state, raises=raises)
 
     def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
-        """Distinguish a loop that always clears gradients before the step from one that drops a bad batch."""
+        """Distinguish a loop that always clears gradients before the step from a loop that drops a bad batch."""
         state.step_empty(self._step, running_line())
         if raises or (state.num_empty >= 2 and 2 * state.num_empty > state.num_steps):
             step, line = state.first_empty

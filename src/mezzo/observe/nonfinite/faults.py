@@ -82,7 +82,7 @@ class TrainingFacts(Protocol):
         """Return the current loss scale."""
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
+        """Return the largest gradient norm before the step that just closed, at the current loss scale."""
 
 
 class Faults:

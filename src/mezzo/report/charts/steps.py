@@ -438,7 +438,7 @@ def _differences(values: Sequence[float], baseline: Sequence[float], *, is_ratio
 
 def _difference_frame(lines: Sequence[Line], margin: float) -> tuple[float, float]:
     """Return a frame that contains the margin and nearly all values: the noise of single steps must not flatten the rest."""
-    finite = [line for line in lines if math.isfinite(line.y[-1])]  # one that diverged would flatten the others
+    finite = [line for line in lines if math.isfinite(line.y[-1])]  # a diverged run would flatten the others
     values = sorted(
         v for line in finite or lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)
     )

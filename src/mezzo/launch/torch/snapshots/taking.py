@@ -49,7 +49,7 @@ _TRIED = (3, 11)
 
 
 class ScriptSnapshots:
-    """The snapshots of a run, and the one that it resumes."""
+    """The snapshots of a run, and the snapshot that it resumes."""
 
     def __init__(self, run: TorchRun, request: SnapshotRequest, script: ScriptFile) -> None:
         """Read the snapshot to resume, if one is requested, and lock the folder.
@@ -307,7 +307,7 @@ class ScriptSnapshots:
             self._journal.drop_before(kept[-1].number)
 
     def _refused(self, error: SnapshotError) -> None:
-        """End a script that cannot be resumed; one that could before goes on, and its record says what it lacks."""
+        """End a script that cannot be resumed; if it could before, it goes on, and its record says what it lacks."""
         if self._sigterm_received:
             self._end(signal.SIGTERM, None)
         if self.taken.saved or self._saving is not None or self.taken.resumed_from is not None:

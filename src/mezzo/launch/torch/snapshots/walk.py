@@ -4,7 +4,7 @@ A row is ``[kind, base, parts]``. ``base`` is the number of an object that set-u
 attribute of the same object), and that is then changed in place: optimizers and closures hold it. It is -1 for a younger object, which is
 created from its parts. A reference is a list with the row's number. Rows come in the order of the frames that lead to them.
 
-What a type of unknown C code holds cannot be read. Such an object, and one that belongs to Mezzo, is left as set-up makes it if it
+What a type of unknown C code holds cannot be read. Such an object, or Mezzo's own, is left as set-up makes it if it
 is older than the loop, and refused by name if it is younger.
 """
 

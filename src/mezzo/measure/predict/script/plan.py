@@ -39,7 +39,7 @@ class ScriptPlan:
 
     tapes: dict[str, Tapes]
     refused: dict[str, str]
-    """The error of the script, by the policy under which it fails: one that was recorded, or BF16's partner of one."""
+    """The error of the script, by the policy under which it fails: a recorded policy, or its BF16 partner."""
     batch: int
     """Samples of one batch; 1 where they are not known."""
     unit: str
@@ -360,7 +360,7 @@ def batch_sources(
     """Yield the places that may set a batch of ``size``, the likeliest first.
 
     Args:
-        script: its path; empty for one that is run as a module, which is then among ``modules``.
+        script: its path; empty if it is run as a module, which is then among ``modules``.
         arguments: its own arguments.
         size: the size.
         modules: the Python files that it imports.
