@@ -75,19 +75,18 @@ def long_sentences(source: str) -> list[str]:
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the texts that are not docstrings, unless a command's, with a word for each formatted value."""
-    shown = {id(node) for node in tree.body if isinstance(node, ast.FunctionDef) and "typer" in ast.dump(node.args)}
-    silent = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and id(node) not in shown
-        if node.body and isinstance(node.body[0], ast.Expr)
-    }
+    silent: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            silent |= {id(node.body[0].value)} if text and isinstance(node.body[0], ast.Expr) else set()
+            if text and isinstance(node, ast.FunctionDef) and re.search("typer|Script", ast.dump(node.args)):
+                yield from ((node.lineno, " ".join(paragraph.split())) for paragraph in text.split("\n\n"))
+        elif isinstance(node, ast.JoinedStr):
             silent |= {id(value) for value in node.values}
             yield node.lineno, "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
-            yield node.lineno, " ".join(node.value.split(" ")) if id(node) in shown else node.value
+            yield node.lineno, node.value
 
 
 @pytest.mark.parametrize("rule", [orders_to_classes, translated_phrases, long_sentences])
@@ -117,7 +116,11 @@ CASES: list[tuple[Callable[[str], list[str]], str, list[str]]] = [
     (long_sentences, f"x = f'{LONG[:-12]}{{y}} {{z}} of'\n", ["1: word, word, word, word, word,"]),
     (long_sentences, f"x = '{LONG[:60]}. {LONG[:120]}'\n", []),
     (long_sentences, f"def f():\n  '''{LONG}'''\nx = '{LONG.replace(',', '')}'\n", []),
-    (long_sentences, f"def f(x: typer.Option()):\n  '''{LONG}'''\n", ["2: word, word, word, word, word,"]),
+    (
+        long_sentences,
+        f"def f(x: typer.Option()):\n  '''A\n\n  {LONG[:90]}\n  {LONG[90:]}'''\n",
+        ["1: word, word, word, word, word,"],
+    ),
 ]
 
 
