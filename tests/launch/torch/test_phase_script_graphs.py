@@ -105,10 +105,10 @@ def test_a_capture_ends_the_steady_state_and_steps_after_it_are_recorded() -> No
         script, graph = Script(), torch.cuda.CUDAGraph()
         for _ in range(120):
             script.step()
-        assert run.steady.optimizer() is script.optimizer
+        assert run.steady_state.optimizer() is script.optimizer
         with capture(graph):
             script.step()
-        assert run.steady.optimizer() is None
+        assert run.steady_state.optimizer() is None
         graph.replay()
         for _ in range(7):
             script.step()

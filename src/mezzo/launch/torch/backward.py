@@ -53,7 +53,7 @@ class BackwardPasses:
         self._hooked = WeakTensorKeyDictionary()
         self._hook_numbers: set[int] = set()
         """Ids of our own hooks: comparing them is 30 times faster than inspecting the hooks."""
-        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.disable)
+        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady_state.batched.disable)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
@@ -64,14 +64,14 @@ class BackwardPasses:
             self._run.phase.before_compiling.append(disable)
         if self._run.precision.effective is not None and self._run.precision.effective.loss_scale != "none":
             self._views.install(patches)
-            self._run.steady.batched.install(patches, self._unhook_leaf)
+            self._run.steady_state.batched.install(patches, self._unhook_leaf)
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Under a function mode, torch's own function would call this replacement.
         run_engine = WITHOUT_MODE_CHECK.get(original, original)
-        run, steady = self._run, self._run.steady
-        batched, calls = steady.batched, steady.scaler_calls
+        run, steady_state = self._run, self._run.steady_state
+        batched, calls = steady_state.batched, steady_state.scaler_calls
         run_steady = DirectPasses(run_engine) if original in WITHOUT_MODE_CHECK else run_engine
 
         @functools.wraps(original)
@@ -87,7 +87,7 @@ class BackwardPasses:
             begins_step = (
                 run.update.stepped and grad_tensors is None and not (run.phase.in_backward or run.update.in_closure)
             )
-            optimizer, start = steady.optimizer() if begins_step else None, None
+            optimizer, start = steady_state.optimizer() if begins_step else None, None
             if optimizer is not None and run.precision.scale.skips_overflows:
                 usual = inputs is None and not (retain_graph or create_graph)
                 if usual and run.update.overflowed is False and run.precision.scale.calm > 0:
@@ -272,7 +272,7 @@ class BackwardPasses:
             else:
                 with self._views.of_inner_gradients(inputs):
                     yield
-            self._run.left_out.pass_ended(leaves)
+            self._run.dropped_updates.pass_ended(leaves)
         finally:
             self._inverse = None
 

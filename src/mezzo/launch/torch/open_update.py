@@ -97,7 +97,7 @@ class OpenUpdate:
         """Record that losses are no longer scaled by the script."""
         self.scaled_by_script = False
 
-    def left_out(self, made_by: Iterable[int], parts: Iterable[Update]) -> None:
+    def drop(self, made_by: Iterable[int], parts: Iterable[Update]) -> None:
         """Record that the script left the update out: it counts as skipped."""
         self.stepped = self.overflowed = self.skipped = True
         self.made_by.update(made_by)

@@ -168,9 +168,9 @@ class ThreadState(threading.local):
 class ScriptGraphs:
     """The CUDA graphs of a run that train."""
 
-    def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady: Callable[[], None]) -> None:
-        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
-        self._precision, self._phase, self._end_steady = precision, phase, end_steady
+    def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady_state: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
+        self._precision, self._phase, self._end_steady = precision, phase, end_steady_state
         self._training: WeakSet[Any] = WeakSet()
         self._capturing: Any = None
         """The graph that is being captured."""

@@ -81,9 +81,9 @@ class _Pass:
 class UpdateLosses:
     """The backward passes before the next update of a script."""
 
-    def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady: Callable[[], None]) -> None:
-        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
-        self._update, self._objects, self._end_steady = update, objects, end_steady
+    def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady_state: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
+        self._update, self._objects, self._end_steady = update, objects, end_steady_state
         self._passes: list[_Pass] = []
         self._tracks = False
         self._last_several = -_TRACKED_UPDATES

@@ -220,7 +220,7 @@ class ScriptSnapshots:
 
     def _returns(self) -> bool:
         """Return to the newest good snapshot, if an alarm asks for it, or have the guard end the script; or wait for a better moment."""
-        if self._run.left_out.waits:  # for an update: which pass overflowed is not saved
+        if self._run.dropped_updates.waits:  # for an update: which pass overflowed is not saved
             self._loops.want_soon()
             return True
         guard = self._run.guard
@@ -262,7 +262,7 @@ class ScriptSnapshots:
                 "policy": str(run.precision.present),
                 "device": None if run.precision.device_type is None else str(run.update.recorder.clock.device),
                 "scales": run.scale_states(),
-                "drops": run.left_out.drops,
+                "drops": run.dropped_updates.drops,
                 "schedules": _since_steps(run, objects),
                 "updates": updates,
                 "trained": trained,
@@ -365,7 +365,7 @@ class ScriptSnapshots:
             print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
         for scale, state in zip((run.precision.scale, run.precision.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
-        run.left_out.resume(drops=contents["drops"])
+        run.dropped_updates.resume(drops=contents["drops"])
         if contents["schedules"]:
             for name, scheduler in self._loops.objects().items():
                 if name in contents["schedules"]:

@@ -470,14 +470,14 @@ def real_gpus(
         limit_s: time after which tracing ends; None for no limit.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
-    left_out = [
+    not_predicted = [
         Note(what=shown, value="not predicted", reason=_why_not(text))
         for shown, text in policies.items()
         if shown not in wanted
     ]
     nothing = RealGpus(
         gpus=[gpu.name for gpu in gpus],
-        not_predicted=left_out,
+        not_predicted=not_predicted,
         reason="no policy of this comparison can be predicted",
     )
     if not wanted:
@@ -505,7 +505,7 @@ def real_gpus(
         batch=plan.batch,
         unit=plan.unit,
         predictions=found,
-        not_predicted=left_out,
+        not_predicted=not_predicted,
         assumptions=[*plan.assumptions, *rates_used(found)],
     )
 
