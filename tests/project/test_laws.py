@@ -547,7 +547,7 @@ def reaches(folder: Path, packages: Path) -> list[tuple[str, str]]:
     )
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-error-summary"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.returncode < 2, done.stdout + done.stderr
     return REACH.findall(done.stdout)
 
 
