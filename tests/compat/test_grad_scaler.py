@@ -240,7 +240,7 @@ TEXTS: list[tuple[str, str]] = [
     ("scale, a closure by name", CLOSURE),
     ("scale, FP16 gradients", NARROW),
     ("a number", "scale(3.0); allowed: a tensor, or a list or tuple of tensors"),
-    ("an empty state", "load_state_dict({}): the state is that of a disabled scaler; allowed: a state with a scale"),
+    ("an empty state", "load_state_dict({}): the state is a disabled scaler's; allowed: a state with a scale"),
 ]
 
 
