@@ -29,88 +29,81 @@ def called(model: nn.Module, weights: list[Tensor]) -> Tensor:
     return outputs
 
 
-def meta_losses(**how: bool) -> Iterator[Tensor]:
-    """Yield the outer loss of MAML: the inner gradients are those of the parameters that the optimizer trains."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def looped(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """Yield the outer loss of each of six updates."""
     for _ in range(6):
-        weights = list(model.parameters())
-        for _ in range(2):
-            inner = STEEP * F.cross_entropy(called(model, weights), Y)
-            gradients = torch.autograd.grad(inner, weights, **how)
-            weights = [w - 0.5 / STEEP * g for w, g in zip(weights, gradients, strict=True)]
-        loss = F.cross_entropy(called(model, weights), Y)
+        loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield loss
 
 
-def maml_of_first_order() -> Iterator[Tensor]:
-    return meta_losses()
+def maml(**how: bool) -> Iterator[Tensor]:
+    """The inner gradients are those of the parameters that the optimizer trains."""
+    model = network()
 
+    def loss() -> Tensor:
+        weights = list(model.parameters())
+        for _ in range(2):
+            gradients = torch.autograd.grad(STEEP * F.cross_entropy(called(model, weights), Y), weights, **how)
+            weights = [w - 0.5 / STEEP * g for w, g in zip(weights, gradients, strict=True)]
+        return F.cross_entropy(called(model, weights), Y)
 
-def maml_of_second_order() -> Iterator[Tensor]:
-    return meta_losses(create_graph=True)
+    return looped(torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
 def unrolled_hyperparameter() -> Iterator[Tensor]:
-    """Yield the loss after a step whose learning rate is trained."""
+    """The loss follows a step whose learning rate is trained."""
     model, rate = network(), torch.tensor(0.1, requires_grad=True)
-    optimizer = torch.optim.SGD([rate], lr=0.1)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         weights = list(model.parameters())
         gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights, create_graph=True)
         weights = [w - rate / STEEP * g for w, g in zip(weights, gradients, strict=True)]
-        loss = F.cross_entropy(called(model, weights), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.cross_entropy(called(model, weights), Y)
+
+    return looped(torch.optim.SGD([rate], lr=0.1), loss)
 
 
 def learned_optimizer() -> Iterator[Tensor]:
-    """Yield the loss after an update that a trained network has computed from gradients."""
+    """The loss follows an update that a trained network has computed from gradients."""
     model, learned = network(), nn.Linear(1, 1)
     nn.init.constant_(learned.weight, -0.1)
     nn.init.zeros_(learned.bias)
-    optimizer = torch.optim.SGD(learned.parameters(), lr=0.01)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         weights = list(model.parameters())
         gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights)
         steps = [learned((g / STEEP).reshape(-1, 1)).view_as(g) for g in gradients]
-        loss = F.cross_entropy(called(model, [w + s for w, s in zip(weights, steps, strict=True)]), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.cross_entropy(called(model, [w + s for w, s in zip(weights, steps, strict=True)]), Y)
+
+    return looped(torch.optim.SGD(learned.parameters(), lr=0.01), loss)
 
 
 def r1_penalty() -> Iterator[Tensor]:
-    """Yield a discriminator's loss with a penalty on its gradient at real data."""
+    """A discriminator's loss has a penalty on its gradient at real data."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         real = X.clone().requires_grad_()
         outputs = model(real)
         (slope,) = torch.autograd.grad(STEEP * outputs.sum(), real, create_graph=True)
-        loss = F.softplus(-outputs).mean() + (slope / STEEP).square().sum(1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.softplus(-outputs).mean() + (slope / STEEP).square().sum(1).mean()
+
+    return looped(torch.optim.SGD(model.parameters(), lr=0.01), loss)
 
 
-WAYS: list[Callable[[], Iterator[Tensor]]] = [
-    maml_of_first_order,
-    maml_of_second_order,
-    unrolled_hyperparameter,
-    learned_optimizer,
-    r1_penalty,
-]
+WAYS: dict[str, Callable[[], Iterator[Tensor]]] = {
+    "MAML of first order": maml,
+    "MAML of second order": lambda: maml(create_graph=True),
+    "unrolled hyperparameter": unrolled_hyperparameter,
+    "learned optimizer": learned_optimizer,
+    "R1 penalty": r1_penalty,
+}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_loss_that_depends_on_gradients_is_that_of_fp32(way: Callable[[], Iterator[Tensor]]) -> None:
     expected = [loss.item() for loss in way()]
     with switched(Policy.parse("fp16:arithmetic=emulated:max_scale=65536")) as (run, _):

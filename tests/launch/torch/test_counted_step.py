@@ -21,11 +21,10 @@ ONCE = 2 * ROWS * INPUTS * OUTPUTS
 
 
 @pytest.mark.parametrize(
-    ("skipped", "counted_on_step"),
-    [((), 2), ((2,), 2), ((1,), 3), ((1, 2), 4), ((2, 3), 2)],
-    ids=lambda value: str(value),
+    ("skipped", "counted_on_step", "micro_batches"),
+    [((), 2, 1), ((2,), 2, 2), ((1,), 3, 1), ((1, 2), 4, 2), ((2, 3), 2, 1)],
+    ids=str,
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_step_that_the_scripts_own_scaler_skips_is_counted(
     skipped: tuple[int, ...], counted_on_step: int, micro_batches: int
 ) -> None:
