@@ -123,11 +123,7 @@ FAULTS: dict[str, tuple[Code, str, tuple[str, str, str, str, int]]] = {
         "fp32",
         ("invalid_operation", "planted", "divide", "forward", 3),
     ),
-    "a root at 0": (
-        from_step(3, root_at_zero),
-        "bf16",
-        ("invalid_operation", "planted", "sqrt", "backward", 3),
-    ),
+    "a root at 0": (from_step(3, root_at_zero), "bf16", ("invalid_operation", "planted", "sqrt", "backward", 3)),
     "a value in the data": (
         planted(lambda step: healthily, data=lambda step, x: NOT_A_NUMBER if step == 4 else x),
         "fp16",

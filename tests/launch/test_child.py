@@ -241,9 +241,7 @@ def test_a_loss_that_is_infinite_at_once(tmp_path: Path, policy: str) -> None:
 
 def test_a_scale_at_its_floor(tmp_path: Path) -> None:
     ended = run_text(
-        tmp_path,
-        "model.weight.register_hook(lambda g: g / 0)\ntrain(50)",
-        policy="fp16:init_scale=16:min_scale=4",
+        tmp_path, "model.weight.register_hook(lambda g: g / 0)\ntrain(50)", policy="fp16:init_scale=16:min_scale=4"
     )
     assert ended.code == 5
     assert ended.record.steps.loss_scale == [8.0, 4.0, 4.0]

@@ -11,11 +11,7 @@ from mezzo.launch.request import Request
 
 @pytest.mark.parametrize(
     ("name", "in_a_file"),
-    [
-        ("a", False),
-        ("数据", True),
-        ("a" * 8, True),
-    ],  # the second has 75,000 characters, in 135,000 bytes
+    [("a", False), ("数据", True), ("a" * 8, True)],  # the second has 75,000 characters, in 135,000 bytes
 )
 def test_a_request_beyond_the_systems_limit_is_in_a_file(name: str, in_a_file: bool, tmp_path: Path) -> None:
     request = Request(

@@ -19,11 +19,7 @@ def test_a_step_without_a_norm_has_none() -> None:
     assert math.isnan(_combined_norm([]))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [0.1, 1e-45, 3.4e38, -2.5, math.inf, math.nan, 1e300, 1 / 3 + 0.5j],
-    ids=str,
-)
+@pytest.mark.parametrize("value", [0.1, 1e-45, 3.4e38, -2.5, math.inf, math.nan, 1e300, 1 / 3 + 0.5j], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128], ids=str)
 def test_advance_stores_a_loss_as_torch_copies_it(value: complex, dtype: torch.dtype) -> None:
     loss = torch.tensor(value if dtype.is_complex else complex(value).real, dtype=dtype, requires_grad=True)

@@ -284,10 +284,7 @@ FALLS = [
         "range",
         "fp16",
         "0.1 ['float16', 'bfloat16'] True",
-        [
-            [("loss scale", "x 0.0625")],
-            [("policy", "bf16, before fp16")],
-        ],
+        [[("loss scale", "x 0.0625")], [("policy", "bf16, before fp16")]],
     ),
     # BF16 has the range, so what comes back is not its fault, or that of its precision: FP32.
     (

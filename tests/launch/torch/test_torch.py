@@ -294,12 +294,7 @@ def test_autocast_as_a_decorator_and_inside_a_module_stays_what_it_is() -> None:
         Careful()(torch.randn(3, 3))
         seen["decorated"] = decorated(torch.randn(3, 3)).dtype
         seen["outside"] = (torch.randn(3, 3) @ torch.randn(3, 3)).dtype
-    assert seen == {
-        "off": torch.float32,
-        "on": torch.float16,
-        "decorated": torch.float16,
-        "outside": torch.float32,
-    }
+    assert seen == {"off": torch.float32, "on": torch.float16, "decorated": torch.float16, "outside": torch.float32}
 
 
 # --- loss scales -------------------------------------------------------------------------------------------------------------

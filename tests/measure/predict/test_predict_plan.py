@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict import plan
-from mezzo.measure.predict.plan import (
-    Tapes,
-    check_policies,
-    impossible,
-    memory_on,
-    predict,
-    recorded_as,
-    verdict,
-)
+from mezzo.measure.predict.plan import Tapes, check_policies, impossible, memory_on, predict, recorded_as, verdict
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, PredictedMemory, predict_memory
 from mezzo.measure.predict.training import record_training

@@ -25,10 +25,7 @@ from mezzo.launch.request import Request
 from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import (
-    AS_IS,
-    DiagnoseRecord,
-)
+from mezzo.records import AS_IS, DiagnoseRecord
 from paths import ROOT, SCRIPTS
 
 # torch.compile instantiates a class of torch's while it traces a custom function.

@@ -317,11 +317,7 @@ def test_a_run_killed_before_its_first_snapshot_starts_over_with_its_files_as_th
     )
     folder, work = tmp_path / "run", tmp_path / "work"
     request = SnapshotRequest(
-        folder=str(folder / "snapshots"),
-        every_s=0.0,
-        resume=True,
-        may_be_first=True,
-        identity={"script": script.name},
+        folder=str(folder / "snapshots"), every_s=0.0, resume=True, may_be_first=True, identity={"script": script.name}
     )
     code, text = lives(script, folder, die_at=1, at=work, snapshots=request)
     assert code == -signal.SIGKILL, text

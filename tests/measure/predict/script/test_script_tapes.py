@@ -127,12 +127,7 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
         _recorded(_written(tmp_path, text), "fp32")
 
 
-@pytest.mark.parametrize(
-    ("script", "policy", "message"),
-    [
-        ("nowhere.py", "fp32", "there is no script 'nowhere.py'"),
-    ],
-)
+@pytest.mark.parametrize(("script", "policy", "message"), [("nowhere.py", "fp32", "there is no script 'nowhere.py'")])
 def test_what_is_refused(script: str, policy: str, message: str) -> None:
     with pytest.raises(UsageError if script == "nowhere.py" else ScriptError, match=message):
         _recorded(script, policy)
