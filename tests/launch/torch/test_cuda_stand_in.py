@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU stands in only where there is no CUDA device"
 )
 DEVICE = torch.device("cuda", 0)
+CHECKED: dict[str, Any] = {"device": "cuda", "check_invariants": True}
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ CREATIONS: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "eye": (lambda: torch.eye(2, device="cuda")[0], [1, 0]),
     "ones_like": (lambda: torch.ones_like(torch.zeros(2), device="cuda"), [1, 1]),
     "new_zeros": (lambda: torch.ones(2).new_zeros(2, device="cuda"), [0, 0]),
-    "sparse": (lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda").to_dense(), [1, 0]),
+    "sparse": (lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), **CHECKED).to_dense(), [1, 0]),
     "sparse, moved": (lambda: torch.eye(2).to_sparse().to("cuda").to_dense()[0], [1, 0]),
     "triu_indices": (lambda: torch.triu_indices(2, 2, device="cuda")[1], [0, 1, 1]),
     "tensor type": (lambda: torch.cuda.FloatTensor([1.0, 2.0]), [1, 2]),
