@@ -121,9 +121,9 @@ def test_a_decimal_comma_is_no_number_that_was_cut() -> None:
 def test_lines_are_read_however_they_are_written() -> None:
     reader, stream = MetricReader(r"acc ([0-9.]+)", lambda: 1), io.StringIO()
     watched = MetricStream(stream, reader.line)
-    watched.write("acc 0.")
+    assert watched.write("acc 0.") == 6
     watched.writelines(["5\racc 0.6\nacc", " 0.7"])
     assert reader.metric().values == [0.5, 0.6]
     watched.finish()
     assert reader.metric().values == [0.5, 0.6, 0.7]
-    assert stream.getvalue() == "acc 0.5\racc 0.6\nacc 0.7"
+    assert (stream.getvalue(), watched.getvalue()) == ("acc 0.5\racc 0.6\nacc 0.7",) * 2

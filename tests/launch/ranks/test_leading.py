@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from helpers_launch import request_for
 from mezzo.children.signals import stoppable
 from mezzo.launch.ranks import following, leading
 from mezzo.launch.ranks.launched import Launched
 from mezzo.launch.ranks.leading import Leader, new_rendezvous
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.request import Request
-from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord, Steps, write_record
 from record_builders import environment
 
@@ -65,8 +65,7 @@ def job(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def request(folder: Path, name: str = "run", policy: str = "fp16") -> Request:
-    path = str(folder / name / "record.json")
-    return Request(target="t.py", kind="script", policy=Policy.parse(policy), record_path=path, command=("mezzo",))
+    return request_for(folder / name, "t.py", policy=policy)
 
 
 def run(lead: Leader, run_one: Any, asked: Request, limit_s: float | None = None) -> RunRecord:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from helpers_launch import request_for
 from mezzo.launch.ranks.merged import for_rank
-from mezzo.launch.request import Request
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
-from mezzo.policy import Policy
 
 
 def asked(observe: AnySettings, rank: int, folder: Path) -> AnySettings:
-    request = Request(
-        target="t.py",
-        kind="script",
-        policy=Policy.parse("fp16"),
-        record_path="r.json",
-        command=("mezzo",),
-        observe=observe,
-    )
+    request = request_for(folder, "t.py", policy="fp16", observe=observe)
     found = for_rank(request, rank, folder=folder, number=4, ranks=3)
     assert found.rank == rank
     assert found.observe is not None

@@ -34,7 +34,6 @@ def test_join_trains_and_the_record_has_the_updates_of_each(tmp_path: Path) -> N
     ("how", "options", "says"),
     [
         ("join", ["--snapshot", "1m"], f"--snapshot {_REFUSED}{_SAME}"),
-        ("join", ["--guard", "stop"], f"--guard stop {_REFUSED}{_SAME}"),
         ("session", [], "a session in join(), where a process without batches makes no updates"),
     ],
 )

@@ -153,9 +153,7 @@ def test_torchscript_compiles_factory_functions_as_before() -> None:
     assert made(2).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("policy", "low"), [("as-is", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
-)
+@pytest.mark.parametrize(("policy", "low"), [("as-is", "float32"), ("fp16", "float16")])
 def test_a_script_that_hard_codes_cuda_trains(policy: str, low: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = in_fork(["run", "--policy", policy, "--out", str(out), str(SCRIPTS / "cuda_names.py")], folder=tmp_path)

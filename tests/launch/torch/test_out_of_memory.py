@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from helpers_launch import children_in_this_process
-from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child
+from helpers_launch import run_in_child
 from mezzo.launch.torch.out_of_memory import is_out_of_memory, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
@@ -19,16 +17,7 @@ FIRST, LAST = 4 * (64 * 256 + 256), 4 * (256 * 8 + 8)
 
 
 def ran(folder: Path, *arguments: str, policy: str = "fp32") -> RunRecord:
-    request = Request(
-        target=str(SCRIPTS / "out_of_memory.py"),
-        kind="script",
-        arguments=arguments,
-        policy=policy,
-        record_path=str(folder / "record.json"),
-        command=("mezzo",),
-    )
-    with children_in_this_process():
-        return run_child(request, output=folder / "output.log")
+    return run_in_child(folder, str(SCRIPTS / "out_of_memory.py"), *arguments, policy=policy)
 
 
 def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> None:

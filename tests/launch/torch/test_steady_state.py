@@ -364,8 +364,6 @@ def recorded(
     ("policy", "once"),
     [
         (None, True),
-        pytest.param(None, False, marks=pytest.mark.slow),
-        pytest.param("bf16:op_lists=device", True, marks=pytest.mark.slow),
         pytest.param("bf16:op_lists=device", False, marks=pytest.mark.slow),
         *((policy, False) for policy in SCALED),
     ],
