@@ -22,7 +22,11 @@ def main():
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=0.1,
+        momentum=0.9,
+    )
     loader = [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(12)]
     for epoch in range(2):
         print(epoch, train(model, device, loader, optimizer))

@@ -36,7 +36,10 @@ class Trainer:
         return total / len(batches)
 
     def save(self, path):
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         torch.save(state, path)
 
     def load(self, path):
