@@ -22,6 +22,7 @@ import pytest
 
 import mezzo
 from helpers_launch import request_for
+from helpers_values import existing
 from mezzo.launch import child
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import RunRecord, read_record
@@ -415,8 +416,7 @@ def test_a_metric_is_read_off_both_streams(tmp_path: Path) -> None:
         """,
         metric="acc=([0-9.]+)",
     )
-    metric = ended.record.metric
-    assert metric is not None
+    metric = existing(ended.record.metric)
     assert metric.name == "acc"
     assert sorted(metric.values) == [0.5, 0.75, 0.8, 0.9, 1.0]
     assert metric.steps == [2] * 5

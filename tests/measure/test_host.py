@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from helpers_values import existing
 from mezzo.measure.host import HostSample, HostSamples, HostShares, line_of
 
 
@@ -22,8 +23,7 @@ def test_a_sleeping_thread_is_seen_asleep_at_its_line() -> None:
     for _ in range(4):
         host.take()
         time.sleep(0.05)
-    shares = host.shares(0.0, time.perf_counter())
-    assert shares is not None
+    shares = existing(host.shares(0.0, time.perf_counter()))
     assert shares.slept > 0.5
     assert [line.partition(":")[0] for line in host.sleeping] == ["test_host.py"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers_values import existing
 from mezzo.measure.host import GpuCounters, GpuSample, gpu_use, open_counters
 
 
@@ -61,8 +62,7 @@ def test_a_simulated_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.take()
     assert ("nvmlDeviceGetHandleByUUID", "GPU-1234") in library.asked
     assert counters.samples == [GpuSample(0.4, 0.25, 350.0, 61, 1755, 4)]
-    found = counters.use()
-    assert found is not None
+    found = existing(counters.use())
     assert (found.name, found.power_limit_w, found.clock_limit_mhz) == ("NVIDIA H100", 700.0, 1980)
     assert found.throttled == {"power limit": 1.0}
 
@@ -74,8 +74,7 @@ def test_a_counter_that_a_gpu_lacks_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(counters, GpuCounters)
     counters.take()
     assert counters.samples == [GpuSample(None, 0.25, None, 61, 1755, None)]
-    found = counters.use()
-    assert found is not None
+    found = existing(counters.use())
     assert (found.utilization, found.power_w, found.throttled) == (None, None, {})
 
 
@@ -95,8 +94,7 @@ RECORDED = [
 
 
 def test_a_recorded_sequence_is_summed_up() -> None:
-    found = gpu_use(RECORDED, "GPU", limit_w=700.0, clock_limit_mhz=1980)
-    assert found is not None
+    found = existing(gpu_use(RECORDED, "GPU", limit_w=700.0, clock_limit_mhz=1980))
     assert found.utilization == pytest.approx(0.98)
     assert found.power_w == pytest.approx(680.0)
     assert found.clock_mhz == pytest.approx(5150 / 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers_values import existing
 from mezzo.launch.ranks.launched import launched
 
 TORCHRUN = {
@@ -68,8 +69,7 @@ ALONE = [
 
 @pytest.mark.parametrize(("variables", "found"), FOUND)
 def test_each_launcher(variables: dict[str, str], found: tuple[str, int, int, int, bool]) -> None:
-    one = launched(variables)
-    assert one is not None
+    one = existing(launched(variables))
     assert (one.launcher, one.rank, one.size, one.local_rank, one.one_machine) == found
 
 

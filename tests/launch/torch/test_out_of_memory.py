@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers_launch import run_in_child
+from helpers_values import existing
 from mezzo.launch.torch.out_of_memory import is_out_of_memory, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
@@ -22,8 +23,7 @@ def ran(folder: Path, *arguments: str, policy: str = "fp32") -> RunRecord:
 
 def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> None:
     record = ran(tmp_path, "fake", "4")
-    found = record.out_of_memory
-    assert found is not None
+    found = existing(record.out_of_memory)
     assert (record.exit_code, found.step, found.asked_bytes) == (1, 4, int(2.5 * 2**30))
     steps = 4 * 4  # Adam's step count of each of four tensors
     # The last step's graph is freed; the graph of this one keeps the input and the result of ReLU.
@@ -38,8 +38,7 @@ def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> N
 
 
 def test_settings_come_with_the_bytes_that_they_save(tmp_path: Path) -> None:
-    found = ran(tmp_path, "fake", "4").out_of_memory
-    assert found is not None
+    found = existing(ran(tmp_path, "fake", "4").out_of_memory)
     assert 4 * (128 * 64 + 128 * 256 + 128 * 8) == 164 * 2**10  # what a step keeps
     written = {one.value: one.reason.partition(":")[0] for one in found.settings}
     assert written == {
@@ -52,8 +51,7 @@ def test_settings_come_with_the_bytes_that_they_save(tmp_path: Path) -> None:
 
 
 def test_before_a_whole_step_that_is_said(tmp_path: Path) -> None:
-    found = ran(tmp_path, "fake", "1", policy="bf16").out_of_memory
-    assert found is not None
+    found = existing(ran(tmp_path, "fake", "1", policy="bf16").out_of_memory)
     assert found.held_bytes["gradients"] == found.held_bytes["optimizer state"] == 0
     assert "activations of a step" in [one.what for one in found.not_known]
     assert "--policy bf16" not in [one.value for one in found.settings]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers_predict import trained_tape
 from mezzo.measure.predict import calibrate as module
 from mezzo.measure.predict.calibrate import (
     Probe,
@@ -19,7 +20,6 @@ from mezzo.measure.predict.calibrate import (
     path_of,
     saved_calibration,
 )
-from mezzo.measure.predict.training import record_training
 
 
 def _small(width: int) -> Probe:
@@ -68,14 +68,7 @@ def test_the_stopwatch_sees_the_operations_of_the_tape() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
 
-    tape = record_training(
-        build,
-        lambda n: {"x": torch.empty(n, 3, 8, 8)},
-        lambda model, inputs: (model(inputs["x"]).sum(), None),
-        batch=2,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        gpu=False,
-    )
+    tape = trained_tape(build, 3, 8, 8, batch=2, gpu=False, loss=lambda model, x: (model(x["x"]).sum(), None))
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from helpers_launch import observed_record
+from helpers_values import existing
 from mezzo.observe.fallback.evidence import LossyProduct, read_measured
 from mezzo.observe.fallback.observer import lost
 from mezzo.observe.settings import FallbackSettings
@@ -82,8 +83,7 @@ def measured(train: Callable[[], None], policy: str, folder: Path) -> LossyProdu
 
 
 def test_a_product_of_far_positions_is_named_at_its_line(tmp_path: Path) -> None:
-    found = measured(trainer(of_matmul), "bf16", tmp_path)
-    assert found is not None
+    found = existing(measured(trainer(of_matmul), "bf16", tmp_path))
     assert (found.line, found.lost) == (LINE, pytest.approx(1.0, rel=1e-4))
 
 

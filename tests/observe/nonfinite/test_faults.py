@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers_values import existing
 from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, Harmless, SourceKind, WrongGradient
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
 from mezzo.records import RunRecord, Steps
@@ -295,8 +296,7 @@ def test_a_number_that_torch_refuses_is_to_blame_only_if_the_step_never_ended() 
     inspected = showed(MADE, refused, of_loss=(MADE,))
     faults = Faults(Told(), ())
     faults.close(steps_of("l")[0]._replace(inspected=inspected))
-    first = faults.first()
-    assert first is not None
+    first = existing(faults.first())
     assert first.source.op == "made3"
     evidence = Faults(Told(), ()).evidence(run_of([], error="no"), watched=[], unfinished=inspected)
     assert evidence.located is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from helpers_values import existing
 from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -59,13 +60,11 @@ def test_views_share_what_is_kept() -> None:
     whole = half(1, 2, INF, 4, 5, INF).reshape(2, 3)
     assert shadows.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
     for view, expected in ((whole.T, [[1, 4], [2, 5], [7e4, 8e4]]), (whole[1], [4, 5, 8e4]), (whole[:, 2], [7e4, 8e4])):
-        found = shadows.read(view)
-        assert found is not None
+        found = existing(shadows.read(view))
         assert (found[0].tolist(), found[1]) == (expected, ("a",))
     assert shadows.read(whole[:, :2]) is None  # nothing differs there
     shadows.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
-    found = shadows.read(whole)
-    assert found is not None
+    found = existing(shadows.read(whole))
     assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a",))  # what was written last agrees
 
 
@@ -85,14 +84,12 @@ def test_a_write_into_a_view_replaces_only_what_the_view_covers() -> None:
         (buffer[0:6:5], [1e5, 1e5 + 5], {"a", "c"}),
     ]
     for view, values, sources in expected:
-        found = shadows.read(view)
-        assert found is not None
+        found = existing(shadows.read(view))
         assert (found[0].tolist(), set(found[1])) == (values, sources)
     assert shadows.read(buffer[3:4]) is None
     buffer[0] = 3  # a write that was not seen
     assert shadows.read(buffer[:1]) is None
-    rest = shadows.read(buffer[1:2])
-    assert rest is not None
+    rest = existing(shadows.read(buffer[1:2]))
     assert rest[0].tolist() == [1e5 + 1]
 
 
@@ -115,8 +112,7 @@ def test_views_of_one_buffer_cost_no_more_than_tensors_of_their_own() -> None:
         with Elements() as elements:
             for tensor in tensors:
                 assert shadows.write(tensor, torch.full((50,), 1e5), ("a",))
-                found = shadows.read(tensor)
-                assert found is not None
+                assert shadows.read(tensor) is not None
         return elements.count
 
     views = list(torch.full((5000,), INF, dtype=HALF).view(100, 50))

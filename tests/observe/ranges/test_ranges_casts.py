@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers_values import existing
 from mezzo.engine.kernels import cpu, exponents
 from mezzo.engine.kernels.exponent_bins import CUTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
@@ -245,8 +246,7 @@ def test_a_distribution_like_that_of_ssd_loses_a_third_unscaled_and_a_thousandth
     assert counts.overflowed(FP16, 15) == 0
     assert counts.zeroed(FP16, 0) == int(((values != 0) & (values.half() == 0)).sum())
     assert counts.highest(FP16) == 16  # the largest lies between 2**-2 and 2**-1
-    lowest = counts.lowest(FP16)
-    assert lowest is not None
+    lowest = existing(counts.lowest(FP16))
     assert counts.lost(FP16, lowest) <= LITTLE < counts.lost(FP16, lowest - 1)
     assert (
         suggested(counts, FP16)[0] == lowest == 15

@@ -19,6 +19,7 @@ import record_builders as build
 from forked_processes import in_forks
 from helpers_backward import BOTH_WAYS
 from helpers_launch import as_script, children_in_this_process
+from helpers_values import existing
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
 from mezzo.launch.torch import switched
 from mezzo.observe.ranges.table import SCALES
@@ -290,8 +291,7 @@ def test_notes_say_what_a_loss_scale_cannot_help_and_where_the_policy_begins_wro
     assert "65536 overflows; the window ends at" in note(record, "policy's loss scale")
     quiet = mezzo.ranges(lambda: train(1e-17), policy="fp16:init_scale=2")
     assert "2 is too small; the window begins at" in note(quiet, "policy's loss scale")
-    lowest = mezzo.ranges(lambda: train(1e-10)).windows[0].lowest
-    assert lowest is not None
+    lowest = existing(mezzo.ranges(lambda: train(1e-10)).windows[0].lowest)
     assert 1 < lowest < 24
     fits = mezzo.ranges(lambda: train(1e-10), policy=f"fp16:init_scale={2.0**lowest}")
     assert note(fits, "policy's loss scale") == ""

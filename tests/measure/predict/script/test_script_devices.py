@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers_predict import taped
 from mezzo.measure.predict.script.devices import gpu_on_cpu
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
@@ -171,59 +172,50 @@ def default_type() -> Iterator[None]:
 
 
 def traced(folder: Path, *, policy: str = "fp16", **parts: str) -> list[Any]:
-    path = folder / "train.py"
-    path.write_text(SCRIPT.format(**{**NONE, **parts}), encoding="utf-8")
     try:
-        found = record_script(TapeRequest(script=str(path), arguments=[], policy=policy))
+        tape = taped(folder, SCRIPT.format(**{**NONE, **parts}), policy=policy)
     finally:
         torch.set_default_device(None)  # the trace ends inside the script's loop
-    assert found.error == ""
-    assert found.tape is not None
-    return [(op.name, op.phase, op.module, op.format, op.shape) for op in found.tape.operations]
+    return [(op.name, op.phase, op.module, op.format, op.shape) for op in tape.operations]
 
 
-@pytest.mark.parametrize("parts", WAYS.values(), ids=WAYS)
-def test_a_script_for_a_gpu_has_the_tape_of_one_for_a_cpu(parts: dict[str, str], tmp_path: Path) -> None:
-    assert traced(tmp_path, **parts) == traced(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return the tape of the script for a CPU."""
+    return traced(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("parts", ASKING.values(), ids=ASKING)
-def test_a_script_that_asks_for_a_gpu_first_has_the_tape_of_one_for_a_cpu(
-    parts: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("parts", [*WAYS.values(), *ASKING.values()], ids=[*WAYS, *(f"asks {n}" for n in ASKING)])
+def test_a_script_for_a_gpu_has_the_tape_of_one_for_a_cpu(
+    parts: dict[str, str], plain: list[Any], tmp_path: Path
 ) -> None:
-    assert traced(tmp_path, **parts) == traced(tmp_path)
+    assert traced(tmp_path, **parts) == plain
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+@pytest.mark.usefixtures("default_type")
 @pytest.mark.parametrize("parts", SEEN.values(), ids=SEEN)
-def test_what_a_script_sees_of_its_place_is_its_gpu(parts: dict[str, str], tmp_path: Path, default_type: None) -> None:
-    assert traced(tmp_path, **{"model": ".cuda()", "data": ".cuda()", **parts}) == traced(tmp_path)
+def test_what_a_script_sees_of_its_place_is_its_gpu(parts: dict[str, str], plain: list[Any], tmp_path: Path) -> None:
+    assert traced(tmp_path, **{"model": ".cuda()", "data": ".cuda()", **parts}) == plain
 
 
 def test_without_a_gpu_it_sees_the_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
     after = "assert not a.is_cuda and str(a.device) == 'cpu' and torch.device('cuda').type == 'cpu'"
-    path.write_text(SCRIPT.format(**{**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}), encoding="utf-8")
-    found = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_present=False))
-    assert found.tape is not None
+    parts = {**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}
+    taped(tmp_path, SCRIPT.format(**parts), gpu_present=False)
 
 
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
-def test_what_a_script_calls_of_a_gpu_does_nothing(calls: str, tmp_path: Path) -> None:
-    assert traced(tmp_path, model=".cuda()", data=".cuda()", after=calls) == traced(tmp_path)
+def test_what_a_script_calls_of_a_gpu_does_nothing(calls: str, plain: list[Any], tmp_path: Path) -> None:
+    assert traced(tmp_path, model=".cuda()", data=".cuda()", after=calls) == plain
 
 
 def test_every_function_of_torch_cuda_is_answered() -> None:
     """Those that are left need no GPU, or make no sense without numbers."""
     left = {"check_error", "cudaStatus", "CudaError", "DeferredCudaCallError", "default_generators", "GreenContext"}
     left |= {"CUDAPluggableAllocator", "change_current_allocator", "has_half", "has_magma"}
-    left |= {
-        "caching_allocator_alloc",
-        "caching_allocator_delete",
-        "current_solver_handle",
-        "manual_seed",
-        "manual_seed_all",
-    }
+    left |= {"caching_allocator_alloc", "caching_allocator_delete", "current_solver_handle"}
+    left |= {"manual_seed", "manual_seed_all"}
     public = {name for name in torch.cuda.__all__ if not name.endswith(("Tensor", "Storage"))}
     modules = {name for name in public if isinstance(getattr(torch.cuda, name), ModuleType)}
     own = {name: getattr(torch.cuda, name) for name in public}

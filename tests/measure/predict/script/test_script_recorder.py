@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from helpers_predict import kept_bytes
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.tape_memory import bytes_by_kind
 
 
 def _train(watch: ScriptRecorder, *, channels_last: bool = False, second: bool = False) -> None:
@@ -38,7 +38,7 @@ def test_masters_keep_32_bits_and_the_model_has_16() -> None:
     watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp16-master"))
     _train(watch)
     tape = watch.tape
-    found = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
+    found = kept_bytes(tape)
     assert found["parameters"] == 2 * (CONV + LINEAR) + 4 * NORM
     assert found["optimizer"] == 4 * (CONV + LINEAR) + 8 * (CONV + LINEAR + NORM)
     products = {op.format for op in tape.operations if op.flops}
@@ -61,5 +61,5 @@ def test_the_layout_is_that_of_the_script() -> None:
 def test_a_second_model_of_the_step_is_allocated() -> None:
     watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp32"))
     _train(watch, second=True)
-    found = bytes_by_kind(watch.tape, until=watch.tape.backward_starts[-1] - 1)
+    found = kept_bytes(watch.tape)
     assert found["parameters"] == 4 * (CONV + NORM + LINEAR + HEAD)

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape_memory import bytes_by_kind
+from helpers_predict import kept_bytes, recorded, tape_of, taped
 
 SCRIPT = """
 import copy
@@ -27,20 +25,10 @@ for i in range(0, 64, 8):
         optimizer.step()
         optimizer.zero_grad()
 """
-PLAIN = {
-    "before": "",
-    "data": "",
-    "beside": "",
-    "loop": "x, y = data[i : i + 8].cuda(), labels[i : i + 8].cuda()",
-    "every": "1",
-}
+PLAIN = {"before": "", "data": "", "beside": "", "every": "1"}
+PLAIN["loop"] = "x, y = data[i : i + 8].cuda(), labels[i : i + 8].cuda()"
+DRAWN = "x, y = data[torch.arange(8)], labels[torch.arange(8)]"
 WEIGHTS, BATCH, DATA = 64 * 10 * 4, 8 * 64 * 4 + 8 * 8, 1000 * 64 * 4 + 1000 * 8
-
-
-def _taped(tmp_path: Path, **parts: str) -> ScriptTape:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
-    return record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
 
 
 @pytest.mark.parametrize(
@@ -53,18 +41,12 @@ def _taped(tmp_path: Path, **parts: str) -> ScriptTape:
         ({"beside": "teacher = nn.Linear(64, 20, bias=False).cuda().eval()"}, 3 * WEIGHTS, BATCH),
         ({"beside": "queue = torch.randn(16, 64, device='cuda')"}, WEIGHTS, BATCH + 16 * 64 * 4),
         ({"data": ".cuda()"}, WEIGHTS, DATA),
-        (
-            {"data": ".cuda()", "loop": "x, y = data[torch.arange(8)], labels[torch.arange(8)]"},
-            WEIGHTS,
-            8 * 64 * 4 + DATA,
-        ),
+        ({"data": ".cuda()", "loop": DRAWN}, WEIGHTS, 8 * 64 * 4 + DATA),
         ({"beside": "gone = torch.randn(16, 64, device='cuda'); del gone"}, WEIGHTS, BATCH),
     ],
 )
 def test_what_lies_on_the_gpu_counts_once(parts: dict[str, str], parameters: int, inputs: int, tmp_path: Path) -> None:
-    tape = _taped(tmp_path, **parts).tape
-    assert tape is not None
-    found = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
+    found = kept_bytes(taped(tmp_path, SCRIPT.format(**{**PLAIN, **parts})))
     assert (found["parameters"], found["inputs"]) == (parameters, inputs)
 
 
@@ -88,15 +70,13 @@ loader = iter(DataLoader(Data(), batch_size=8))""",
 @pytest.mark.parametrize("every", ["1", "2"])
 def test_a_module_that_prepares_samples_is_the_hosts(every: str, tmp_path: Path) -> None:
     """The transforms of torchvision are modules in training mode."""
-    made = [
-        _taped(tmp_path, loop=LOADED["loop"], before=LOADED["before"].replace("{made}", sample), every=every)
-        for sample in ("self.flip(torch.randn(64))", "torch.randn(64)")
-    ]
-    for one in made:
-        assert one.tape is not None
+    tapes = []
+    for sample in ("self.flip(torch.randn(64))", "torch.randn(64)"):
+        before = LOADED["before"].replace("{made}", sample)
+        parts = {**PLAIN, "loop": LOADED["loop"], "before": before, "every": every}
+        one = recorded(tmp_path, SCRIPT.format(**parts))
         assert (one.num_steps, one.batch, one.num_batches) == (2, 8, int(every))
-        assert {op.name for op in one.tape.operations} & {"rand", "flip", "stack"} == set()
-    assert made[0].tape is not None
-    assert made[1].tape is not None
-    assert made[0].tape.operations == made[1].tape.operations
-    assert made[0].tape.events == made[1].tape.events
+        tapes.append(tape_of(one))
+        assert {op.name for op in tapes[-1].operations} & {"rand", "flip", "stack"} == set()
+    assert tapes[0].operations == tapes[1].operations
+    assert tapes[0].events == tapes[1].events

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_predict import traced_in_forks
+from helpers_values import existing
 from mezzo.errors import ScriptError, UsageError
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.process import record_script
@@ -57,8 +58,7 @@ def _recorded_here(script: str, arguments: list[str], policy: str) -> TrainingTa
 
 
 def _recorded(script: str, policy: str) -> TrainingTape:
-    tape = recorded_tapes([TapeRequest(script=script, arguments=[], policy=policy)])[0].tape
-    assert tape is not None
+    tape = existing(recorded_tapes([TapeRequest(script=script, arguments=[], policy=policy)])[0].tape)
     return tape
 
 
