@@ -16,37 +16,29 @@ from mezzo.launch.ranks.blame import POSITION_SIGNAL, ScriptPosition, position_i
 
 HEAD = 'Thread 0x00007f (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 5 in wait\n\n'
 TORCH = "/venv/lib/python3.11/site-packages/torch"
+
+
+def frames(*places: tuple[str, str]) -> str:
+    return "".join(f'  File "{file}", line {line}\n' for file, line in places)
+
+
+MAIN, TRAIN = ("/home/me/train.py", "7 in main"), ("/home/me/train.py", "9 in <module>")
+ENGINE = [(f"{TORCH}/autograd/graph.py", "865 in _engine_run_backward"), (f"{TORCH}/_tensor.py", "1 in backward")]
 TEXTS = [
-    (
-        '  File "/home/me/data.py", line 3 in load\n  File "/home/me/train.py", line 9 in <module>\n',
-        ("data.py:3 in load", False),
-    ),
-    (
-        f'  File "{TORCH}/autograd/graph.py", line 865 in _engine_run_backward\n  File "{TORCH}/_tensor.py", line 1 in backward\n'
-        '  File "/home/me/train.py", line 9 in <module>\n',
-        ("train.py:9", True),
-    ),
-    (
-        f'  File "{TORCH}/distributed/distributed_c10d.py", line 2 in all_reduce\n  File "/home/me/train.py", line 7 in main\n',
-        ("train.py:7 in main", True),
-    ),
-    (
-        f'  File "{TORCH}/utils/data/dataloader.py", line 2 in _next_data\n  File "/home/me/train.py", line 7 in main\n',
-        ("train.py:7 in main", False),
-    ),
-    (f'  File "{TORCH}/_ops.py", line 2 in call\n', ("", False)),
-    (
-        f'  File "{Path(blame.__file__)}", line 2 in f\n  File "/home/me/a b/mezzo/train.py", line 9 in <module>\n',
-        ("train.py:9", False),
-    ),
+    (frames(("/home/me/data.py", "3 in load"), TRAIN), ("data.py:3 in load", False)),
+    (frames(*ENGINE, TRAIN), ("train.py:9", True)),
+    (frames((f"{TORCH}/distributed/distributed_c10d.py", "2 in all_reduce"), MAIN), ("train.py:7 in main", True)),
+    (frames((f"{TORCH}/utils/data/dataloader.py", "2 in _next_data"), MAIN), ("train.py:7 in main", False)),
+    (frames((f"{TORCH}/_ops.py", "2 in call")), ("", False)),
+    (frames((blame.__file__, "2 in f"), ("/home/me/a b/mezzo/train.py", "9 in <module>")), ("train.py:9", False)),
     ("", ("", False)),
 ]
 
 
-@pytest.mark.parametrize(("frames", "found"), TEXTS)
-def test_the_innermost_line_of_the_script(frames: str, found: tuple[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "found"), TEXTS)
+def test_the_innermost_line_of_the_script(text: str, found: tuple[str, bool], tmp_path: Path) -> None:
     path = tmp_path / "run.position"
-    path.write_text(f"{HEAD}Current thread 0x00007f (most recent call first):\n{frames}")
+    path.write_text(f"{HEAD}Current thread 0x00007f (most recent call first):\n{text}")
     assert position_in(path) == ScriptPosition(*found)
 
 

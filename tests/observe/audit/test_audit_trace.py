@@ -272,10 +272,7 @@ ROUND_TRIPS: list[tuple[Callable[[Tensor], Tensor], list[tuple[str, bool]]]] = [
     (lambda x: x.float().t().contiguous().to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
     (lambda x: x.float().softmax(-1).to(torch.bfloat16), [("bf16 > fp32 > bf16", False)]),
     (lambda x: (x.float() * torch.tensor(2.0)).to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
-    (
-        lambda x: x.float().masked_fill(torch.ones(4, dtype=torch.bool), 0).to(torch.bfloat16),
-        [("bf16 > fp32 > bf16", True)],
-    ),
+    (lambda x: x.float().masked_fill(torch.ones(4) > 0, 0).to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
     (lambda x: (x.float() + torch.ones(4)).to(torch.bfloat16), []),
     (lambda x: (x.float() @ torch.ones(4, 4)).to(torch.bfloat16), []),
     (lambda x: x.float().to(torch.float16), []),
@@ -345,36 +342,23 @@ def test_audit_refuses_what_is_no_step() -> None:
 
 # --- memory that is used again ---------------------------------------------------------------------------------------------------
 
+L = LAST_NUMBER
 USED_AGAIN: dict[str, tuple[list[tuple[str, int | None, str, str]], list[str]]] = {
     # operations: name, number of the graph node, the memory that it reads and writes; the phases of those in backward passes
     "by another result of an operation": (
-        [
-            ("mse_loss_backward", 3, "o", "a"),
-            ("native_batch_norm_backward", 2, "a", "xab"),
-            ("detach", LAST_NUMBER, "a", "a"),
-        ],
+        [("mse_loss_backward", 3, "o", "a"), ("native_batch_norm_backward", 2, "a", "xab"), ("detach", L, "a", "a")],
         ["dgrad", "dgrad", "wgrad"],
     ),
     "by a gradient that is unscaled": (
-        [
-            ("tanh_backward", 3, "o", "a"),
-            ("sum", 2, "a", "g"),
-            ("mul", LAST_NUMBER, "gs", "a"),
-            ("detach", LAST_NUMBER, "a", "a"),
-        ],
+        [("tanh_backward", 3, "o", "a"), ("sum", 2, "a", "g"), ("mul", L, "gs", "a"), ("detach", L, "a", "a")],
         ["dgrad", "wgrad", "wgrad", "wgrad"],
     ),
     "by the script, between two passes": (
-        [("tanh_backward", 3, "o", "a"), ("add", None, "o", "a"), ("detach", LAST_NUMBER, "a", "a")],
+        [("tanh_backward", 3, "o", "a"), ("add", None, "o", "a"), ("detach", L, "a", "a")],
         ["dgrad", "wgrad"],
     ),
     "through a cast": (
-        [
-            ("sum", 3, "o", "a"),
-            ("_to_copy", 2, "a", "b"),
-            ("tanh_backward", 1, "o", "a"),
-            ("add_", LAST_NUMBER, "pb", "p"),
-        ],
+        [("sum", 3, "o", "a"), ("_to_copy", 2, "a", "b"), ("tanh_backward", 1, "o", "a"), ("add_", L, "pb", "p")],
         ["wgrad", "wgrad", "dgrad", "wgrad"],
     ),
 }
@@ -392,12 +376,7 @@ def test_memory_that_is_used_again_makes_no_gradient_of_a_weight(
         node = None if number is None else GraphNode(number, 0)
         packet = getattr(torch.ops.aten, name)
         func = packet.default if "default" in packet.overloads() else packet.Tensor
-        traced.append(
-            tuple(
-                RawOperation(
-                    func, NOWHERE, node, metas(reads), metas(writes), False, False, None, "", False, False, (), ""
-                )
-            )
-        )
+        rest = (False, False, None, "", False, False, (), "")
+        traced.append(tuple(RawOperation(func, NOWHERE, node, metas(reads), metas(writes), *rest)))
     seen = interpret(Trace(traced, {1: NOWHERE}), Names([], ModuleTree()), set())
     assert [one.phase for one in seen if one.raw.node is not None] == phases

@@ -247,59 +247,26 @@ for step in range(10):
 _JSON = '{"lr": 48,\n "train": {"batch": 48},\n "eval": {"batch": 48}}'
 
 
+_TRAINED, _BY_PATH = "settings['train']['batch']", "json.loads(pathlib.Path('c.json').read_text())"
+_WIDTH = "width: 48\ndata:\n  batch_size: 48  # 48\n"
+_INI = "configparser.ConfigParser()\nsettings.read('c.ini')"
+_FEATURES = (
+    "yaml.safe_load(read('c.yaml'))\nnn.Linear = lambda a, b, f=nn.Linear: f(a, settings['batch_norm_features'] if b == 48 else b)"
+    " if a == 20 else f(settings['batch_norm_features'], b)"
+)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "imports", "settings", "size", "where"),
     [
-        (
-            "config.json",
-            _JSON,
-            "json",
-            "json.loads(read('config.json'))",
-            "settings['train']['batch']",
-            "config.json:2, config.json:3",
-        ),
-        (
-            "config.json",
-            _JSON,
-            "json, pathlib",
-            "json.loads(pathlib.Path('config.json').read_text())",
-            "settings['train']['batch']",
-            "config.json:2, config.json:3",
-        ),
-        (  # the width is a setting, too, whose name says so
-            "c.yaml",
-            "width: 48\ndata:\n  batch_size: 48  # 48\n",
-            "yaml",
-            "yaml.safe_load(read('c.yaml'))",
-            "settings['data']['batch_size']",
-            "c.yaml:3",
-        ),
-        (
-            "c.ini",
-            "[data]\nbatch = 48\n",
-            "configparser",
-            "configparser.ConfigParser()\nsettings.read('c.ini')",
-            "settings.getint('data', 'batch')",
-            "c.ini:2",
-        ),
+        ("c.json", _JSON, "json", "json.loads(read('c.json'))", _TRAINED, "c.json:2, c.json:3"),
+        ("c.json", _JSON, "json, pathlib", _BY_PATH, _TRAINED, "c.json:2, c.json:3"),
+        # the width is a setting, too, whose name says so
+        ("c.yaml", _WIDTH, "yaml", "yaml.safe_load(read('c.yaml'))", "settings['data']['batch_size']", "c.yaml:3"),
+        ("c.ini", "[data]\nbatch = 48\n", "configparser", _INI, "settings.getint('data', 'batch')", "c.ini:2"),
         # both settings together change the model, each alone says which is the batch's
-        (
-            "c.yaml",
-            "batch_norm_features: 48\nbatch: 48\n",
-            "yaml",
-            "yaml.safe_load(read('c.yaml'))\nnn.Linear = lambda a, b, f=nn.Linear: f(a, settings['batch_norm_features'] if b == 48 else b)"
-            " if a == 20 else f(settings['batch_norm_features'], b)",
-            "settings['batch']",
-            "c.yaml:2",
-        ),
-        (
-            "own_settings.py",
-            "class Settings:\n    batch_size = 48\n",
-            "own_settings",
-            "own_settings.Settings",
-            "settings.batch_size",
-            "own_settings.py:2",
-        ),
+        ("c.yaml", "batch_norm_features: 48\nbatch: 48\n", "yaml", _FEATURES, "settings['batch']", "c.yaml:2"),
+        ("own.py", "class Settings:\n    size = 48\n", "own", "own.Settings", "settings.size", "own.py:2"),
         ("c.json", '{"rows": 48}', "json", "json.loads(read('c.json'))", "settings['rows']", ""),
     ],
 )
