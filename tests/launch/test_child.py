@@ -22,7 +22,7 @@ import pytest
 
 import mezzo
 from helpers_launch import request_for
-from helpers_values import existing
+from helpers_values import existing, record_at
 from mezzo.launch import child
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import RunRecord, read_record
@@ -75,8 +75,7 @@ def run_script(
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = child.main([request.model_dump_json()])
-    record = read_record(tmp_path / "record.json")
-    assert isinstance(record, RunRecord)
+    record = record_at(tmp_path / "record.json", RunRecord)
     assert record.exit_code == code
     return Ended(code, record, printed.getvalue(), errors.getvalue())
 
@@ -262,8 +261,7 @@ def test_a_script_may_change_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     request = request_for(Path("out"), "script.py", policy="fp16")
     with contextlib.redirect_stdout(io.StringIO()):
         assert child.main([request.model_dump_json()]) == 0
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, RunRecord)
+    record = record_at(tmp_path / "out" / "record.json", RunRecord)
     assert record.script_sha256 == hashlib.sha256((tmp_path / "script.py").read_bytes()).hexdigest()
 
 
@@ -294,8 +292,7 @@ def test_settings_that_came_too_late_are_in_the_record(
     monkeypatch.setenv("PATH", os.environ["PATH"])
     with contextlib.redirect_stdout(io.StringIO()):
         assert child.main([request_for(tmp_path, str(tmp_path / "script.py")).model_dump_json()]) == 0
-    read = read_record(tmp_path / "record.json")
-    assert isinstance(read, RunRecord)
+    read = record_at(tmp_path / "record.json", RunRecord)
     assert [(reason.what, reason.value) for reason in read.effective.left_alone] == [(name, "ignored") for name in late]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import helpers_launch
 from helpers_launch import AS_IS, PLAIN, Ran, children_in_this_process
+from helpers_values import record_at
 from mezzo.cli import main
 from mezzo.records import (
     AuditRecord,
@@ -208,8 +209,7 @@ def test_a_fault_is_found_inside_the_closure_that_a_trainer_hands_to_the_optimiz
     """The Trainer's forward pass runs inside ``optimizer.step``, whose own operations no observer records."""
     script = str(SCRIPTS / "lightning_trainer.py")
     assert main(["diagnose", "--steps", "4", "--out", str(folder), script, "--factor", "1e6"]) == 1
-    record = read_record(folder / "record.json")
-    assert isinstance(record, DiagnoseRecord)
+    record = record_at(folder / "record.json", DiagnoseRecord)
     found = (record.verdict, record.module, record.phase, record.step)
     assert found == ("range_overflow", "0", "forward", 1)
     assert "lightning_trainer.py:" in (record.line or "")

@@ -14,11 +14,12 @@ import torch
 import torch.utils.data._utils.worker
 
 from helpers_launch import request_for
+from helpers_values import record_at
 from mezzo import cli
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.spawned import Recorded, SpawnedProcesses, run_function
-from mezzo.records import AuditRecord, RunRecord, Steps, read_record, write_record
+from mezzo.records import AuditRecord, RunRecord, Steps, write_record
 from paths import SCRIPTS
 from record_builders import environment
 
@@ -148,8 +149,7 @@ def test_both_processes_train_under_the_policy(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["run", "--policy", "fp16", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "mp.spawn"]
     assert cli.main(words) == 0
-    found = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(found, RunRecord)
+    found = record_at(tmp_path / "out" / "record.json", RunRecord)
     assert found.error is None
     assert found.effective.flops_by_format.keys() == {"fp16"}
     assert [(rank.num_steps, rank.final_scale) for rank in found.ranks] == [(6, 65536.0)] * 2
@@ -162,8 +162,7 @@ def test_an_audit_sees_the_processes_that_a_script_starts(tmp_path: Path, monkey
     monkeypatch.setenv("MEETING", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cli.main(["audit", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "fork"]) == 0
-    found = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(found, AuditRecord)
+    found = record_at(tmp_path / "out" / "record.json", AuditRecord)
     # 8 samples, 16 inputs, 4 outputs: the product and the weight's gradient, 2 FLOPs for each element
     assert found.flops_by_format == {"fp32": 2 * 2 * 8 * 16 * 4}
     assert len(found.run.steps) == 3

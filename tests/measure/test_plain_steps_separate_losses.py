@@ -128,32 +128,19 @@ def test_a_critic_that_steps_more_often_keeps_its_steps() -> None:
 # --- scripts with one loss, however many optimizers ------------------------------------------------------------------------------
 
 
-def one_optimizer() -> None:
-    model = nn.Linear(2, 2)
-    update = sgd(model)
-    for _ in range(3):
-        backward(1.0, model)
-        backward(2.0, model)
-        update.step()
+def shared(number: int, *values: float) -> Callable[[], None]:
+    """Return a training on losses of these values, by as many optimizers as the model has layers."""
 
+    def train() -> None:
+        layers = [nn.Linear(2, 2) for _ in range(number)]
+        updates = [sgd(layer) for layer in layers]
+        for _ in range(3):
+            for value in values:
+                backward(value, *layers)
+            for update in updates:
+                update.step()
 
-def two_optimizers_after_one_pass() -> None:
-    body, head = nn.Linear(2, 2), nn.Linear(2, 2)
-    updates = sgd(body), sgd(head)
-    for _ in range(3):
-        backward(3.0, body, head)
-        for update in updates:
-            update.step()
-
-
-def two_optimizers_that_accumulate() -> None:
-    body, head = nn.Linear(2, 2), nn.Linear(2, 2)
-    updates = sgd(body), sgd(head)
-    for _ in range(3):
-        backward(1.0, body, head)
-        backward(2.0, body, head)
-        for update in updates:
-            update.step()
+    return train
 
 
 def one_of_two_steps_less_often() -> None:
@@ -192,13 +179,8 @@ def by_hand() -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        one_optimizer,
-        two_optimizers_after_one_pass,
-        two_optimizers_that_accumulate,
-        one_of_two_steps_less_often,
-        an_optimizer_made_anew,
-        one_model_after_the_other,
-        by_hand,
+        *(shared(1, 1.0, 2.0), shared(2, 3.0), shared(2, 1.0, 2.0)),
+        *(one_of_two_steps_less_often, an_optimizer_made_anew, one_model_after_the_other, by_hand),
     ],
 )
 def test_one_loss_stays_one(train: Callable[[], None]) -> None:
@@ -227,13 +209,16 @@ class Trainer:
         yield from (self.generator, self.critic)
 
 
-class Module(nn.Module):
+class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = nn.Linear(2, 2), nn.Linear(2, 1)
 
     def models(self) -> Iterator[nn.Module]:
         yield from (self.encoder, self.decoder)
+
+    def updates(self) -> tuple[torch.optim.Optimizer, ...]:
+        return sgd(self.encoder), sgd(self.decoder)
 
 
 def alternate(models: Iterator[nn.Module], updates: tuple[torch.optim.Optimizer, ...]) -> None:
@@ -249,10 +234,6 @@ def from_attributes() -> None:
 
 
 def from_submodules() -> None:
-    class Both(Module):
-        def updates(self) -> tuple[torch.optim.Optimizer, ...]:
-            return sgd(self.encoder), sgd(self.decoder)
-
     both = Both()
     alternate(both.models(), both.updates())
 
