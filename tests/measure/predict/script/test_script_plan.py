@@ -248,6 +248,7 @@ _JSON = '{"lr": 48,\n "train": {"batch": 48},\n "eval": {"batch": 48}}'
 
 
 _TRAINED, _BY_PATH = "settings['train']['batch']", "json.loads(pathlib.Path('c.json').read_text())"
+_CLASS = "class Settings:\n    batch_size = 48\n"
 _WIDTH = "width: 48\ndata:\n  batch_size: 48  # 48\n"
 _INI = "configparser.ConfigParser()\nsettings.read('c.ini')"
 _FEATURES = (
@@ -266,7 +267,7 @@ _FEATURES = (
         ("c.ini", "[data]\nbatch = 48\n", "configparser", _INI, "settings.getint('data', 'batch')", "c.ini:2"),
         # both settings together change the model, each alone says which is the batch's
         ("c.yaml", "batch_norm_features: 48\nbatch: 48\n", "yaml", _FEATURES, "settings['batch']", "c.yaml:2"),
-        ("own.py", "class Settings:\n    size = 48\n", "own", "own.Settings", "settings.size", "own.py:2"),
+        ("own.py", _CLASS, "own", "own.Settings", "settings.batch_size", "own.py:2"),
         ("c.json", '{"rows": 48}', "json", "json.loads(read('c.json'))", "settings['rows']", ""),
     ],
 )
