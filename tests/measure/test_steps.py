@@ -52,11 +52,7 @@ def test_advance_records_what_close_and_loss_do(
         recorder.loss(torch.tensor(3.0))
     advancing.prepare_advance(frozenset((0,)), scale=None if num_extras else 8.0, num_extras=num_extras)
     for step in range(1, 1200):
-        scale, skipped, loss = (
-            torch.tensor(float(step % 7)),
-            torch.tensor(float(step % 5 == 0)),
-            torch.tensor(1.0 / step),
-        )
+        scale, skipped, loss = (torch.tensor(float(value)) for value in (step % 7, step % 5 == 0, 1.0 / step))
         if step % 100 == 0:
             for recorder in (advancing, closing):
                 recorder.norm(torch.tensor(float(step)))

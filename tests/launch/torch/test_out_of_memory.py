@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from helpers_launch import run_in_child
 from helpers_values import existing
-from mezzo.launch.torch.out_of_memory import is_out_of_memory, saved_by_graphs
+from mezzo.launch.torch.out_of_memory import OPTIMIZER, is_out_of_memory, memory_settings, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 
@@ -82,3 +83,17 @@ def test_a_freed_graph_holds_nothing() -> None:
     assert [*saved_by_graphs([loss])]
     loss.backward()
     assert [*saved_by_graphs([loss])] == []
+
+
+# --- Settings that save memory name the bytes that they save in a unit with three digits ---
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("optimizer_bytes", "saved"), [(1000 * MIB, "750 MiB"), (1364 * MIB, "0.999 GiB"), (4096 * MIB, "3 GiB")]
+)
+def test_saved_bytes_have_three_digits(optimizer_bytes: int, saved: str) -> None:
+    (setting,) = memory_settings({OPTIMIZER: optimizer_bytes}, lowers=True, step_activations=None)
+    assert setting.reason.startswith(f"saves {saved}: ")

@@ -164,11 +164,7 @@ def test_skips_that_lower_the_scale_for_good_are_faults(
         ([9, 8, 7, *[6] * 196], 64.0, True),
         ([9, 8, 7, *[6] * 197], 64.0, False),  # 200 steps decide
         ([9, 8, 7, *[6] * 167, *[7] * 30], 64.0, False),
-        (
-            [9, 8, 7, *[6] * 166, *[7] * 31],
-            None,
-            False,
-        ),  # of 200 steps, seven tenths of the second half are at 2^6 or below
+        ([9, 8, 7, *[6] * 166, *[7] * 31], None, False),  # of 200 steps, seven tenths of the second half are below 2^7
     ],
 )
 def test_a_scale_settles_where_most_of_the_later_steps_are(

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers_values import existing
-from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
+from mezzo.observe.nonfinite.evidence import FaultSource
+from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded, tolerance
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
@@ -160,3 +161,24 @@ def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:
     gc.collect()
     assert len(numbers) < 2000  # memory was used again
     assert len(kept) < 1000  # dead ones do not pile up
+
+
+# --- How far a gradient may be off and still be rounding ---
+
+
+def source(form: str) -> FaultSource:
+    return FaultSource(0, "made", "mm", None, "", backward=False, format=form, operands=[], wide=None, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("forms", "most"),
+    [
+        ([], 0.0),
+        (["fp16"], 40 * 2.0**-11),  # forty unit roundoffs, half an eps each
+        (["bf16"], 40 * 2.0**-8),
+        (["fp16", "bf16"], 40 * 2.0**-8),
+        (["int64"], 0.0),
+    ],
+)
+def test_the_tolerance_is_forty_roundoffs_of_the_widest(forms: list[str], most: float) -> None:
+    assert tolerance([source(form) for form in forms]) == most
