@@ -14,7 +14,7 @@ from keras_runs import answers, close
 pytest.importorskip("keras")
 TF, TORCH, JAX = "tensorflow", "torch", "jax"
 BACKENDS = [name for name in (TF, TORCH, JAX) if pytest.importorskip(name)]
-B, STEPS, COUNTED_ON = 8, 6, 2
+B, STEPS = 8, 6
 HIDDEN, HEAD = 2 * B * 4 * 16, 2 * B * 16 * 3
 FLOPS = {"hidden": 2 * HIDDEN, "head": 3 * HEAD}  # the first layer needs no gradient of its input
 STRESSED = "fp16:init_scale=16777216:growth_interval=8"
@@ -231,7 +231,8 @@ def test_operations_by_format(backend: str, case: str, policy: str, flops: dict[
     else:
         assert found["flops"] == flops
         assert reason not in found["left_alone"]
-    assert (backend, case, found["counted_on_step"]) == (backend, case, COUNTED_ON)
+    eager = backend == TORCH or case in {"loop", "two_optimizers"}
+    assert found["counted_on_step"] == (2 if eager else 1)  # a traced step is counted from its graph
 
 
 def test_convolutions_are_counted(everywhere: Runs) -> None:
