@@ -1,4 +1,4 @@
-"""How often the verdicts of ``mezzo compare``, ``fallback`` and ``diagnose`` are wrong, by simulation.
+"""How often are the verdicts of ``mezzo compare``, ``fallback`` and ``diagnose`` wrong, by simulation?
 
 Losses, metrics, errors of gradients and loss scales whose truth is known are judged by the functions that judge runs:
 
@@ -15,7 +15,7 @@ Everything is seeded, and uses one core.
 
 from __future__ import annotations
 
-from benchmarks.harness import report
+from benchmarks.shared.harness import report
 from benchmarks.verdicts import courses, differences, metrics, modules, promises, scales
 from benchmarks.verdicts.rates import Rate
 

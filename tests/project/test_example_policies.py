@@ -17,8 +17,8 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import examples
-from benchmarks.examples import EXAMPLES, POLICIES, Example, comparison_of, make_data
+from benchmarks.pages import examples
+from benchmarks.pages.examples import EXAMPLES, POLICIES, Example, comparison_of, make_data
 
 OTHER_ENVIRONMENTS = {"imagenet_mobilenetv3.py", "keras_mobilenetv3.py", "paddle_mobilenetv3.py"}
 """These need timm, Keras and Paddle."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,15 @@ from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
-sys.path.append(str(ROOT / "benchmarks"))  # its scripts import one another by their names
-from predict_boxes import overlaps, rotated_overlaps
-from predict_detectors import detector
-from predict_detectron2 import detectron2_model
-from predict_memory_rows import pairs_row
-from predict_memory_zoo import Training, _zeroing
-from predict_models import NotBuilt
-from predict_rotated import rotated_detector
-from predict_swin import swin_detector
-from predict_yolo import Averaged, yolo
+from benchmarks.prediction.zoo.boxes import overlaps, rotated_overlaps
+from benchmarks.prediction.zoo.detectors import detector
+from benchmarks.prediction.zoo.detectron2 import detectron2_model
+from benchmarks.prediction.zoo.memory_rows import pairs_row
+from benchmarks.prediction.zoo.named import NotBuilt
+from benchmarks.prediction.zoo.pairs import Training, _zeroing
+from benchmarks.prediction.zoo.rotated import rotated_detector
+from benchmarks.prediction.zoo.swin import swin_detector
+from benchmarks.prediction.zoo.yolo import Averaged, yolo
 
 ROW = {
     "pair_id": "",

@@ -1,0 +1,54 @@
+"""How much CPU time passes until work begins, for ``mezzo --help`` and ``mezzo run``?"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from benchmarks.shared import ROOT
+from benchmarks.shared.harness import report
+
+RUNS = 7
+SCRIPTS = {
+    "ten steps": [str(ROOT / "tests/scripts/plain.py"), "10"],
+    "examples/digits.py": [str(ROOT / "examples/digits.py")],
+}
+
+
+def cpu_s(words: Sequence[str], folder: str) -> float:
+    """Return the CPU time of a Python process with its children, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], cwd=folder, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Measure whole processes, one kind after the other, so that a loaded machine changes all alike."""
+    mezzo = ["-m", "mezzo"]
+    kinds = {"help": [*mezzo, "--help"]}
+    for name, script in SCRIPTS.items():
+        kinds |= {name: script, f"{name}, mezzo run": [*mezzo, "run", "--policy", "as-is", "--out", "out", *script]}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(RUNS + 1):
+            for name, words in kinds.items():
+                took_s = cpu_s(words, folder)
+                if number:  # the first one fills the disk cache
+                    seconds[name].append(took_s)
+    loaded_by_help = "{'torch', 'pydantic'} & {*sys.modules} or ['neither']"
+    program = f"import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({loaded_by_help}))"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    loaded = printed.strip().splitlines()[-1]
+    of_help = seconds["help"]
+    text = f"{statistics.median(of_help):.3f} s ({min(of_help):.3f} to {max(of_help):.3f})"
+    rows = [("mezzo --help, CPU time", text, "0.25 s"), ("imports torch or pydantic", loaded, "neither")]
+    for (name, plain), target in zip(((name, seconds[name]) for name in SCRIPTS), ("1.15", "1.2"), strict=True):
+        ratios = [run / alone for run, alone in zip(seconds[f"{name}, mezzo run"], plain, strict=True)]
+        text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append((f"mezzo run over python, {name}, CPU time", text, target))
+    report("startup", rows, {"seconds": seconds})
