@@ -1,9 +1,13 @@
-"""Which constants of the time formulas fit the public rows best, and with which errors?"""
+"""Which constants of the time formulas fit the public rows best, and with which errors?
+
+Writes ``constants.json`` of ``mezzo.measure.predict``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,16 +23,12 @@ FILE = Path(mezzo.measure.predict.__file__).with_name("constants.json")
 def main(argv: Sequence[str] = ()) -> None:
     """Fit and write."""
     parser = options(__name__)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--cache", type=Path)
-    chosen = parser.parse_args(argv)
-    rows, reasons = read(chosen.rows, chosen.cache)
-    errors = 1 / held_out(rows, "family")
-    validated: dict[str, set[str]] = {}
+    parser.add_argument("rows", type=Path, help="a file with the columns of gpu_training_throughput.csv")
+    rows, reasons = read(parser.parse_args(argv).rows)
+    low, high = np.quantile(1 / held_out(rows, "family"), [0.1, 0.9])
+    validated: dict[str, set[str]] = defaultdict(set)
     for row in rows:
-        precision = {"fp16-half": "fp16"}.get(row.row.precision, row.row.precision)
-        validated.setdefault(row.family, set()).add(precision)
-    low, high = np.quantile(errors, [0.1, 0.9])
+        validated[row.family].add({"fp16-half": "fp16"}.get(row.row.precision, row.row.precision))
     data = {
         "constants": {k: float(f"{v:.4g}") for k, v in dataclasses.asdict(fit(rows)).items()},
         "num_rows": len(rows),

@@ -1,9 +1,7 @@
 """How far is predicted throughput from the measured one, row by row of a public table?
 
-python benchmarks/predict_accuracy.py --rows FILE [--hold-out gpu-family|model-class|none] [--cache DIR] [--plot FILE.svg]
-
-FILE has the columns of gpu_training_throughput.csv. With ``none`` the shipped constants predict every row. With another
-choice the constants are fitted again on the rows of FILE, excluding those of the predicted row's GPU family or class of models.
+The file has the columns of gpu_training_throughput.csv. With ``--hold-out none`` the shipped constants predict every row. With another
+choice the constants are fitted again on the rows, excluding those of the predicted row's GPU family or class of models.
 """
 
 from __future__ import annotations
@@ -27,46 +25,39 @@ def main(argv: Sequence[str] = ()) -> None:
     parser = options(__name__)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--hold-out", choices=[*BY, "none"], default="none")
-    parser.add_argument("--cache", type=Path, help="folder in which recorded tapes are stored")
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     chosen = parser.parse_args(argv)
-    if chosen.cache is not None:
-        chosen.cache.mkdir(parents=True, exist_ok=True)
-    rows, reasons = read(chosen.rows, chosen.cache)
+    rows, reasons = read(chosen.rows)
     found = ratios(rows, fitted().constants) if chosen.hold_out == "none" else held_out(rows, BY[chosen.hold_out])
-    errors = 100 * (found - 1)
+    measured, errors = np.array([row.throughput for row in rows]), 100 * (found - 1)
     for row, ratio, error in zip(rows, found, errors, strict=True):
-        cells = row.cells
-        measured = float(cells["throughput_per_gpu"])
+        cells, kind = row.cells, row.row
         print(
-            f"{cells['id']:>4} {row.gpu.label:20} {cells['model'][:28]:28} {row.row.precision:9} {row.row.layout} "
-            f"b{cells['batch_per_gpu']:5} measured {measured:8.1f} predicted {measured * ratio:8.1f} {error:+6.1f}%"
+            f"{cells['id']:>4} {row.gpu.label:20} {kind.model[:28]:28} {kind.precision:9} {kind.layout} b{cells['batch_per_gpu']:5} "
+            f"measured {row.throughput:8.1f} predicted {row.throughput * ratio:8.1f} {error:+6.1f}%"
         )
-    for name in ("family", "kind"):
-        groups = defaultdict(list)
-        for row, error in zip(rows, errors, strict=True):
-            groups[getattr(row, name)].append(error)
-        for group, values in sorted(groups.items()):
-            print(f"{group}: {said(np.array(values))} bias {np.mean(values):+.1f}%")
-    pairs = speed_up_errors(rows, errors)
-    print(f"AMP over FP32 or TF32 of one GPU, model and framework: {said(pairs)} of {len(pairs)} pairs")
+    for name in BY.values():
+        for group in sorted({getattr(row, name) for row in rows}):
+            own = errors[[getattr(row, name) == group for row in rows]]
+            print(f"{group}: {_said(own)} bias {np.mean(own):+.1f}%")
+    pairs = _speed_up_errors(rows, errors)
+    print(f"AMP over FP32 or TF32 of one GPU, model and framework: {_said(pairs)} of {len(pairs)} pairs")
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
     if chosen.plot is not None:
-        measured = np.array([float(row.cells["throughput_per_gpu"]) for row in rows])
         how = "constants of all rows" if chosen.hold_out == "none" else f"{chosen.hold_out} left out of the fit"
-        title = f"{len(rows)} public measurements, {how}: {said(errors)}"
+        title = f"{len(rows)} public measurements, {how}: {_said(errors)}"
         plot(chosen.plot, [row.family for row in rows], measured, measured * found, unit="samples/s", title=title)
-    print(f"{said(errors)} of {len(rows)} rows ({reasons.total()} not predicted)")
+    print(f"{_said(errors)} of {len(rows)} rows ({reasons.total()} not predicted)")
 
 
-def said(errors: np.ndarray) -> str:
+def _said(errors: np.ndarray) -> str:
     """Return the mean and the 90th percentile of absolute errors in words."""
     size = np.abs(errors)
     return f"mean {size.mean():.1f}% p90 {np.quantile(size, 0.9):.1f}%" if len(size) else "mean - p90 -"
 
 
-def speed_up_errors(rows: list[Measured], errors: np.ndarray) -> np.ndarray:
+def _speed_up_errors(rows: list[Measured], errors: np.ndarray) -> np.ndarray:
     """Return the errors in percent of predicted speed-ups of 16 bits."""
     groups: dict[tuple[str, ...], dict[bool, list[float]]] = defaultdict(lambda: {True: [], False: []})
     for row, error in zip(rows, errors, strict=True):

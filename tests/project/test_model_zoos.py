@@ -17,13 +17,10 @@ from paths import ROOT
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 from benchmarks.prediction.zoo.boxes import overlaps, rotated_overlaps
-from benchmarks.prediction.zoo.detectors import detector
-from benchmarks.prediction.zoo.detectron2 import detectron2_model
-from benchmarks.prediction.zoo.memory_rows import pairs_row
-from benchmarks.prediction.zoo.named import NotBuilt
-from benchmarks.prediction.zoo.pairs import Training, _zeroing
-from benchmarks.prediction.zoo.rotated import rotated_detector
-from benchmarks.prediction.zoo.swin import swin_detector
+from benchmarks.prediction.zoo.detectors import detector, detectron2_model, rotated_detector
+from benchmarks.prediction.zoo.memory_rows import row
+from benchmarks.prediction.zoo.pairs import predicted_bytes, zeroing
+from benchmarks.prediction.zoo.trainings import NotBuilt
 from benchmarks.prediction.zoo.yolo import Averaged, yolo
 
 ROW = {
@@ -54,8 +51,8 @@ ROW = {
         (rotated_detector, "Rotated Faster R-CNN R50", 41.1),
         (rotated_detector, "S2A-Net R50-FPN le135", 38.6),
         # Liu and others, "Swin Transformer" (2021), table 2
-        (swin_detector, "Mask R-CNN Swin-T 1x", 48),
-        (swin_detector, "Mask R-CNN Swin-S 3x ms-crop", 69),
+        (detector, "Mask R-CNN Swin-T 1x", 48),
+        (detector, "Mask R-CNN Swin-S 3x ms-crop", 69),
         # ultralytics/yolov5's README, and mmyolo's page on ionograms
         (yolo, "YOLOv5-n P5 mask-refine=No", 1.9),
         (yolo, "YOLOv5-s P5 mask-refine=No", 7.2),
@@ -78,11 +75,11 @@ def test_networks_have_the_published_number_of_weights(find: Callable[[str], Any
 @pytest.mark.parametrize(
     ("name", "built"),
     [
-        ("Faster R-CNN: R50-C4 1x", "EarlyModel"),
-        ("Faster R-CNN: R50-DC5 3x", "RegionModel"),
-        ("RetinaNet: R101 3x", "DenseModel"),
-        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", "RegionModel"),
-        ("COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x", "RegionModel"),
+        ("Faster R-CNN: R50-C4 1x", "Regional"),
+        ("Faster R-CNN: R50-DC5 3x", "Regional"),
+        ("RetinaNet: R101 3x", "DenseOfDetectron2"),
+        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", "Regional"),
+        ("COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x", "Regional"),
         ("COCO Panoptic Segmentation Baselines with Panoptic FPN R50-FPN 1x", None),
         ("Cityscapes & Pascal VOC Baselines R50-C4, VOC", None),
     ],
@@ -109,7 +106,7 @@ def test_overlaps_take_their_temporaries(measure: Callable[..., Tensor], numbers
 
 def test_gradients_stay_as_zeros() -> None:
     layer = nn.Linear(2, 1)
-    optimizer = _zeroing(torch.optim.SGD, layer.parameters())
+    optimizer = zeroing(torch.optim.SGD, layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
     assert layer.weight.grad is not None
@@ -132,7 +129,7 @@ def test_the_average_of_a_model_is_not_trained() -> None:
 )
 def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -> None:
     with pytest.raises(NotBuilt) as error:
-        Training({**ROW, **changed})
+        predicted_bytes({**ROW, **changed})
     assert str(error.value) == reason
 
 
@@ -158,4 +155,4 @@ def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -
 )
 def test_predicted_memory_stays(changed: dict[str, str], mib: int) -> None:
     """The figures of docs/predict.md stand on these; a change of the predictor shows here."""
-    assert pairs_row({**ROW, **changed}).predicted_bytes >> 20 == mib
+    assert row({**ROW, **changed}).predicted_bytes >> 20 == mib

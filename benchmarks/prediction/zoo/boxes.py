@@ -6,7 +6,7 @@ Overlaps are computed on the GPU for all anchors and boxes of an image, and thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,32 +43,48 @@ def assign(matrix: Tensor) -> Tensor:
     return torch.where((matrix == closest[:, None]).any(0), which + 1, found)
 
 
+def assigned(
+    count: int, images: int, *, boxes: int = COCO_BOXES, measure: Callable[[Tensor, Tensor], Tensor] = overlaps
+) -> None:
+    """Assign ``count`` anchors to ``boxes`` boxes in each image."""
+    width = 5 if measure is rotated_overlaps else 4
+    anchors = torch.empty(count, width)
+    for _ in range(images):
+        assign(measure(torch.empty(boxes, width), anchors))
+
+
+def assigned_by_detectron2(count: int, images: int) -> None:
+    """Assign ``count`` anchors to boxes in each image; the overlaps have fewer temporaries than mmdetection's."""
+    anchors = torch.empty(count, 4)
+    for _ in range(images):
+        boxes = torch.empty(COCO_BOXES, 4)
+        extent = torch.min(boxes[:, None, 2:], anchors[:, 2:]) - torch.max(boxes[:, None, :2], anchors[:, :2])
+        common = extent.clamp_(min=0).prod(2)
+        del extent
+        union = torch.empty(COCO_BOXES, 1) + torch.empty(count) - common
+        assign(torch.where(common > 0, common / union, torch.zeros(1)))
+
+
 def flat(scores: Tensor, columns: int) -> Tensor:
     """Return the scores of a level with one row per anchor."""
     return scores.permute(0, 2, 3, 1).reshape(-1, columns)
 
 
-def assigned(count: int, boxes: int, images: int, *, rotated: bool = False) -> None:
-    """Assign ``count`` anchors to ``boxes`` boxes in each image."""
-    width = 5 if rotated else 4
-    anchors = torch.empty(count, width)
-    for _ in range(images):
-        measure = rotated_overlaps if rotated else overlaps
-        assign(measure(torch.empty(boxes, width), anchors))
+def points(levels: Sequence[Tensor]) -> int:
+    """Return the number of points of all levels."""
+    return sum(level[0, 0].numel() for level in levels)
 
 
-class Focal(torch.autograd.Function):
+class _Focal(torch.autograd.Function):
     """mmcv's sigmoid focal loss: one kernel each way, which keeps the scores."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        """Return a loss for each element."""
         ctx.save_for_backward(scores)
         return torch.empty_like(scores)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return a gradient for each element."""
         (scores,) = ctx.saved_tensors
         return torch.empty_like(scores)
 
@@ -77,12 +93,28 @@ def dense_loss(scores: Sequence[Tensor], boxes: Sequence[Tensor], *, classes: in
     """Return the focal loss of every anchor and the L1 loss of its box, level by level."""
     total = torch.zeros(())
     for score, box in zip(scores, boxes, strict=True):
-        each = Focal.apply(flat(score, classes))
+        each = _Focal.apply(flat(score, classes))
         total = total + (each * each.new_empty(len(each), 1)).sum()
         found = flat(box, numbers)
         target, weight = torch.empty_like(found), torch.empty_like(found)
         total = total + ((found - target).abs() * weight).sum()
     return total
+
+
+def focal_loss_of_detectron2(scores: Sequence[Tensor], boxes: Sequence[Tensor], *, classes: int) -> Tensor:
+    """Return the same of separate operations over all levels together."""
+    images = len(scores[0])
+    found = torch.cat([flat(score, classes).view(images, -1, classes) for score in scores], 1).view(-1, classes)
+    moved = torch.cat([flat(box, 4).view(images, -1, 4) for box in boxes], 1).view(-1, 4)
+    target, kept = torch.zeros_like(found), torch.empty(len(found), dtype=torch.long)  # few anchors are left out
+    scored, wanted = found[kept], target[kept]
+    chance = scored.sigmoid()
+    each = F.binary_cross_entropy_with_logits(scored, wanted, reduction="none")
+    right = chance * wanted + (1 - chance) * (1 - wanted)
+    each = each * (1 - right) ** 2.0
+    each = (0.25 * wanted + 0.75 * (1 - wanted)) * each
+    matched = moved[torch.empty(10 * COCO_BOXES, dtype=torch.long)]
+    return each.sum() + F.smooth_l1_loss(matched, torch.empty_like(matched))
 
 
 def proposal_loss(scores: Sequence[Tensor], boxes: Sequence[Tensor], *, numbers: int) -> Tensor:

@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.prediction.zoo.named import NotBuilt
+from benchmarks.prediction.zoo.trainings import NotBuilt, text
 from mezzo.measure.predict.tape_memory import PredictedMemory, predict_memory
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -51,22 +51,21 @@ class Size:
         return self.width // self.heads
 
 
-_LLAMA_3 = Size(128256, 32, 4096, 32, 8, 14336)
+_LLAMA_2_7B, _LLAMA_3 = Size(32000, 32, 4096, 32, None, 11008), Size(128256, 32, 4096, 32, 8, 14336)
+_TINYLLAMA = Size(32000, 22, 2048, 32, 4, 5632)
 _NEOX: dict[str, Any] = {"parallel": True, "biases": True}
+_PHI: dict[str, Any] = {"shared_norm": True, "head_bias": True, **_NEOX}
 SIZES = {
-    "phi-1.5": Size(51200, 24, 2048, 32, rotary=0.5, shared_norm=True, head_bias=True, **_NEOX),
-    "phi-2": Size(51200, 32, 2560, 32, rotary=0.4, shared_norm=True, head_bias=True, **_NEOX),
+    "phi-1.5": Size(51200, 24, 2048, 32, rotary=0.5, **_PHI),
+    "phi-2": Size(51200, 32, 2560, 32, rotary=0.4, **_PHI),
     "stablelm": Size(50688, 16, 4096, 32, rotary=0.25, **_NEOX),
-    "llama 2 7b": Size(32000, 32, 4096, 32, None, 11008),
-    "llama-2-7b": Size(32000, 32, 4096, 32, None, 11008),
+    **dict.fromkeys(("llama 2 7b", "llama-2-7b"), _LLAMA_2_7B),
     "llama 2 13b": Size(32000, 40, 5120, 40, None, 13824),
-    "llama-3-8b": _LLAMA_3,
-    "llama-3.1-8b": _LLAMA_3,
+    **dict.fromkeys(("llama-3-8b", "llama-3.1-8b"), _LLAMA_3),
     "llama-3.2-1b": Size(128256, 16, 2048, 32, 8, 8192),
     "llama-3.2-3b": Size(128256, 28, 3072, 24, 8, 8192),
     "mistral-7b": Size(32000, 32, 4096, 32, 8, 14336),
-    "tinyllama": Size(32000, 22, 2048, 32, 4, 5632),
-    "tiny-llama": Size(32000, 22, 2048, 32, 4, 5632),
+    **dict.fromkeys(("tinyllama", "tiny-llama"), _TINYLLAMA),
     "phi-3": Size(32064, 32, 3072, 32, None, 8192),
     "falcon-7b": Size(65024, 32, 4544, 71, 1, parallel=True, shared_norm=True),
     "gemma-2b": Size(256000, 18, 2048, 8, 1, 16384, gelu=True),
@@ -200,11 +199,10 @@ class _Block(nn.Module):
         return self.perceptron(first if self.norm_2 is None else self.norm_2(x)) + x  # type: ignore[no-any-return]
 
 
-class Gpt(nn.Module):
-    """LitGPT's model, its weights in BF16 but under mixed precision."""
+class _Gpt(nn.Module):
+    """LitGPT's model, its weights in BF16 but under mixed precision, frozen but for its adapters if it has any."""
 
     def __init__(self, size: Size, setting: Setting) -> None:
-        """Build the model, frozen but for its adapters if it has any."""
         super().__init__()
         self.size, self.setting = size, setting
         self.words = nn.Embedding(size.vocab, size.width)
@@ -218,7 +216,6 @@ class Gpt(nn.Module):
                 parameter.requires_grad = name.endswith((".down", ".up"))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the input of the head."""
         turned = int(self.size.rotary * self.size.head_size)
         dtype = torch.float16 if self.setting.old else torch.float32
         cos, sin = (torch.empty(ids.shape[1], turned, dtype=dtype) for _ in range(2))
@@ -246,10 +243,6 @@ def _loss(model: nn.Module, inputs: Mapping[str, Tensor], *, whole_head: bool) -
     return torch.cat(losses).sum() / targets.numel(), None
 
 
-def _tokens(length: int, n: int) -> dict[str, Tensor]:
-    return {name: torch.empty(n, length, dtype=torch.long) for name in ("ids", "labels")}
-
-
 def memory_of(cells: Mapping[str, str]) -> PredictedMemory:
     """Return the predicted memory of a row.
 
@@ -275,15 +268,16 @@ def memory_of(cells: Mapping[str, str]) -> PredictedMemory:
     everywhere = bool(rank) and name in _EVERYWHERE and not old
     setting = Setting(rank, everywhere, 0.1 if name == "gemma-2b" else 0.05, old, mixed)
     batch, length = int(cells["micro_batch_per_gpu"]), int(cells["sequence"])
-    where: Literal["after_step", "before_backward"] = "before_backward" if kind.group() == "full" else "after_step"
+    pre_training = kind.group() == "pre-training"
     tape = record_training(
-        partial(Gpt, size, setting),
-        partial(_tokens, length),
-        partial(_loss, whole_head=kind.group() == "pre-training"),
+        partial(_Gpt, size, setting),
+        partial(text, length, words=("ids", "labels")),
+        partial(_loss, whole_head=pre_training),
         batch=batch,
-        optimizer=partial(torch.optim.AdamW, fused=True) if kind.group() == "pre-training" else torch.optim.AdamW,
+        optimizer=partial(torch.optim.AdamW, fused=True) if pre_training else torch.optim.AdamW,
         policy=Policy.parse("bf16") if mixed else None,
-        zero_grad=where,  # fine-tuning accumulates batches: gradients stay through the forward pass
+        # Fine-tuning accumulates batches: gradients stay through the forward pass.
+        zero_grad="before_backward" if kind.group() == "full" else "after_step",
     )
     states = _LEAST_STATES * sum(block.size_bytes for block in tape.blocks if block.kind == "parameters")
     if not rank and float(cells["memory_gib"]) * 2**30 < states:

@@ -1,4 +1,4 @@
-"""The trainings behind the rows of public memory tables, each predicted as it ran: model, batch, optimizer, card and libraries."""
+"""The rows of public memory tables, each predicted as it ran: model, batch, optimizer, card and libraries."""
 
 from __future__ import annotations
 
@@ -9,79 +9,70 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from benchmarks.prediction.zoo.litgpt import memory_of
-from benchmarks.prediction.zoo.named import NotBuilt, installed
-from benchmarks.prediction.zoo.pairs import Training
+from benchmarks.prediction.zoo import litgpt, pairs
+from benchmarks.prediction.zoo.trainings import (
+    Inputs,
+    NotBuilt,
+    class_loss,
+    images,
+    installed,
+    loss_alone,
+    own_loss,
+    text,
+)
 from benchmarks.prediction.zoo.transformers4 import transformers_4, with_causal_masks
 from mezzo.measure.predict.plan import MEMORY_HEADROOM
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import ZeroGrad, record_training
 
+Cells = Mapping[str, str]
 CNN = {
     "MobeNetV3Small": "mobilenet_v3_small",
     "MobileNetV2": "mobilenet_v2",
     "ConvNeXtTiny": "convnext_tiny",
-    "VGG16": "vgg16",
-    "VGG19": "vgg19",
-    "ResNet152": "resnet152",
     "RegNetX400MF": "regnet_x_400mf",
-    "ResNet101": "resnet101",
-    "ResNet50": "resnet50",
     "RegNetY400MF": "regnet_y_400mf",
     "MobeNetV3Large": "mobilenet_v3_large",
     "MobileNetV3Large": "mobilenet_v3_large",
     "MnasNet": "mnasnet1_0",
     "ConvNeXtBase": "convnext_base",
+    **{name: name.lower() for name in ("VGG16", "VGG19", "ResNet50", "ResNet101", "ResNet152")},
 }
-POWER_LM = {
-    "vocab_size": 49152,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 36,
-    "tie_word_embeddings": True,
-    "use_cache": False,
-}
-CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "openai-community/gpt2": ("GPT2LMHeadModel", "GPT2Config", {}),
-    "distilbert/distilgpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 6}),
+CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-community/gpt2": ("GPT2LMHeadModel", {}),
+    "distilbert/distilgpt2": ("GPT2LMHeadModel", {"n_layer": 6}),
     "cerebras/Cerebras-GPT-111M": (
         "GPT2LMHeadModel",
-        "GPT2Config",
         {"n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu"},
     ),
     "EleutherAI/gpt-neo-125M": (
         "GPTNeoForCausalLM",
-        "GPTNeoConfig",
         {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
     ),
-    "facebook/opt-125m": ("OPTForCausalLM", "OPTConfig", {}),
+    "facebook/opt-125m": ("OPTForCausalLM", {}),
     "facebook/opt-350m": (
         "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "ffn_dim": 4096,
-            "word_embed_proj_dim": 512,
-            "do_layer_norm_before": False,
-        },
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "ffn_dim": 4096}
+        | {"word_embed_proj_dim": 512, "do_layer_norm_before": False},
     ),
     "mistralai/Mistral-7B-v0.1": (
         "MistralForCausalLM",
-        "MistralConfig",
         {"vocab_size": 32000, "sliding_window": 4096, "use_cache": False},
     ),
-    "ibm/PowerLM-3b": ("GraniteForCausalLM", "GraniteConfig", POWER_LM),
+    "ibm/PowerLM-3b": (
+        "GraniteForCausalLM",
+        {"vocab_size": 49152, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40}
+        | {"num_attention_heads": 36, "tie_word_embeddings": True, "use_cache": False},
+    ),
     "bigcode/gpt_bigcode-santacoder": (
         "GPTBigCodeForCausalLM",
-        "GPTBigCodeConfig",
         {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16, "use_cache": False},
     ),
 }
+"""Names and settings of language models in transformers."""
 A100_BYTES = 80 * 2**30
 ZERO_GRAD: dict[str, ZeroGrad] = {
     "": "before_forward",  # not recorded
@@ -116,41 +107,12 @@ def causal(name: str) -> nn.Module:
     """Return a language model of a row."""
     if name not in CAUSAL:
         raise NotBuilt(f"no configuration of {name}")
-    model, config, options = CAUSAL[name]
-    transformers = installed("transformers")
-    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
-    return with_causal_masks(made)
+    model, settings = CAUSAL[name]
+    made = getattr(installed("transformers"), model)
+    return with_causal_masks(made(made.config_class(**settings)))
 
 
-def _images(n: int) -> dict[str, Tensor]:
-    return {"x": torch.empty(n, 3, 86, 86), "y": torch.empty(n, dtype=torch.long)}
-
-
-def _image_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    outputs = model(inputs["x"])
-    return nn.functional.cross_entropy(outputs, inputs["y"]), outputs
-
-
-def _tokens(length: int, n: int) -> dict[str, Tensor]:
-    return {name: torch.empty(n, length, dtype=torch.long) for name in ("input_ids", "labels")}
-
-
-def _token_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    return outputs.loss, outputs
-
-
-def _loss_alone(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    return _token_loss(model, inputs)[0], None  # a trainer's loop keeps no outputs
-
-
-def _loss_in_bf16(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    """Return the loss as transformers 4.48, which the rows name, computed it for this model."""
-    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].contiguous()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten()), None
-
-
-def xmem_row(cells: Mapping[str, str]) -> Found:
+def _xmem_row(cells: Cells) -> Found:
     """Predict a row of gpu_memory_xmem.csv: the memory that NVML counted above an idle process."""
     if cells["real_oom"] == "1":
         raise NotBuilt("the job ran out of memory: its peak is a lower bound")
@@ -159,15 +121,13 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
         if model not in CNN:
             raise NotBuilt(f"torchvision has no {model}")
         build: Any = getattr(installed("torchvision").models, CNN[model])
-        parts: Any = (build, _images, _image_loss)
+        parts: Any = (build, partial(images, 86), class_loss)
     else:
-        parts = (partial(causal, model), partial(_tokens, 128), _token_loss)
+        parts = (partial(causal, model), partial(text, 128), own_loss)
+    optimizer = partial(getattr(torch.optim, cells["optimizer"]), lr=1e-4)
     with transformers_4():
         tape = record_training(
-            *parts,
-            batch=int(cells["batch"]),
-            optimizer=partial(getattr(torch.optim, cells["optimizer"]), lr=1e-4),
-            zero_grad=ZERO_GRAD[cells["zero_grad_mode"]],
+            *parts, batch=int(cells["batch"]), optimizer=optimizer, zero_grad=ZERO_GRAD[cells["zero_grad_mode"]]
         )
     memory = partial(predict_memory, tape, matrix_formats=(*HALF_FORMATS, "fp32"))  # torch's convolutions are in TF32
     found = Found(
@@ -188,33 +148,37 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
     return found
 
 
-class Adapted(nn.Module):
-    """A frozen product plus an adapter of low rank, as PEFT's LoRA computes it."""
+class _Adapted(nn.Module):
+    """A frozen product plus an adapter of low rank in its format, as PEFT's LoRA computes it."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
-        """Freeze ``base`` and add an adapter of ``rank`` in its format."""
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
         self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the base's product and the adapter's."""
         result: Tensor = self.base(x) + self.up(self.down(x)) * 2.0
         return result
 
 
-def adapted(model: nn.Module, names: str, rank: int) -> nn.Module:
+def _adapted(model: nn.Module, names: str, rank: int) -> nn.Module:
     """Return ``model`` frozen, with adapters on the products whose names end as ``names`` say."""
     model.requires_grad_(False)
     for place, module in list(model.named_modules()):
         parent, _, last = place.rpartition(".")
         if last in names.split() and isinstance(module, nn.Linear):
-            setattr(model.get_submodule(parent), last, Adapted(module, rank))
+            setattr(model.get_submodule(parent), last, _Adapted(module, rank))
     return model
 
 
-def fms_row(cells: Mapping[str, str]) -> Found:
+def _loss_in_bf16(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
+    """Return the loss as transformers 4.48, which the rows name, computed it for this model."""
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].contiguous()
+    return cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten()), None
+
+
+def _fms_row(cells: Cells) -> Found:
     """Predict a row of gpu_memory_fms_a100.csv: allocated peak and device memory, with checkpointing and weights in 16 bits."""
     if cells["n_gpus"] != "1":
         raise NotBuilt("several GPUs")
@@ -224,70 +188,57 @@ def fms_row(cells: Mapping[str, str]) -> Found:
         raise NotBuilt("quantisation or kernels that are not torch's")
     if cells["bf16_amp"] or cells["fp16_amp"]:
         raise NotBuilt("autocast over 16-bit weights in the trainer")
-    dtype = getattr(torch, cells["torch_dtype"])
+    old, batch = "bigcode" in cells["model"], cells["batch_per_gpu"]
 
     def build() -> nn.Module:
-        model: Any = causal(cells["model"]).to(dtype)
+        model: Any = causal(cells["model"]).to(getattr(torch, cells["torch_dtype"]))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if cells["method"] == "lora":
             model.enable_input_require_grads()  # as PEFT does, so that checkpoints have a gradient to pass on
-            return adapted(model, cells["target_modules"], int(float(cells["lora_r"])))
+            return _adapted(model, cells["target_modules"], int(float(cells["lora_r"])))
         return model  # type: ignore[no-any-return]
 
-    # 4096 is the length of packed sequences, and the longest that others have
-    length = 2048 if "bigcode" in cells["model"] else 4096  # its positions
+    length = 2048 if old else 4096  # its positions; the length of packed sequences, and the longest that others have
+    parts = build, partial(text, length), _loss_in_bf16 if old else loss_alone
     with transformers_4():
-        tape = record_training(
-            build,
-            partial(_tokens, length),
-            _loss_in_bf16 if "bigcode" in cells["model"] else _loss_alone,
-            batch=int(cells["batch_per_gpu"]),
-            optimizer=torch.optim.AdamW,
-            zero_grad="after_step",
-        )
-    limited = predict_memory(tape, limit_bytes=A100_BYTES - DRIVER_BYTES)
+        tape = record_training(*parts, batch=int(batch), optimizer=torch.optim.AdamW, zero_grad="after_step")
     return Found(
-        name=f"{cells['model']} {cells['method']} b{cells['batch_per_gpu']} x {length}",
+        name=f"{cells['model']} {cells['method']} b{batch} x {length}",
         predicted_bytes=predict_memory(tape).allocated_bytes,
         measured_bytes=int(float(cells["torch_peak_alloc_bytes"])),
-        device_bytes=limited.reserved_bytes + DRIVER_BYTES,
+        device_bytes=predict_memory(tape, limit_bytes=A100_BYTES - DRIVER_BYTES).reserved_bytes + DRIVER_BYTES,
         measured_device_bytes=int(float(cells["nvidia_smi_mib"]) * 2**20),
     )
 
 
-def pairs_row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of gpu_memory_pairs.csv: the allocated peak, or the memory of the device if the row counts that."""
-    training = Training(cells)
-    memory = predict_memory(training.tape, limit_bytes=training.limit_bytes, matrix_formats=training.matrix_formats)
-    inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes
-    model = cells["model"]
+def _pairs_row(cells: Cells) -> Found:
+    model, precision = cells["model"], cells["precision"][:4]
     short = model if len(model) < 30 else f"{model[:4]} {model[-24:].strip()}"
     return Found(
-        name=f"{short} {cells['input'][:10]} b{cells['batch_per_gpu']} {cells['precision'][:4]}",
-        predicted_bytes=inside + training.beside_bytes,
+        name=f"{short} {cells['input'][:10]} b{cells['batch_per_gpu']} {precision}",
+        predicted_bytes=pairs.predicted_bytes(cells),
         measured_bytes=int(float(cells["measured_mib"]) * 2**20),
         pair=cells["pair_id"],
-        precision=cells["precision"][:4],
+        precision=precision,
     )
 
 
-def large_row(cells: Mapping[str, str]) -> Found:
+def _large_row(cells: Cells) -> Found:
     """Predict a row of gpu_memory_large.csv: allocated peak of LitGPT's trainings on one GPU."""
     if "litgpt" not in cells["source"]:
         raise NotBuilt("a program that is not built here: torchtitan, torchtune, Megatron")
     return Found(
         name=f"{cells['model'][:28]} b{cells['micro_batch_per_gpu']} x {cells['sequence']} {cells['gpu'][:10]}",
-        predicted_bytes=memory_of(cells).allocated_bytes,
+        predicted_bytes=litgpt.memory_of(cells).allocated_bytes,
         measured_bytes=int(float(cells["memory_gib"]) * 2**30),
     )
 
 
-def row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of any of the tables."""
-    if "measured_peak_bytes" in cells:
-        return xmem_row(cells)
-    if "torch_peak_alloc_bytes" in cells:
-        return fms_row(cells)
-    if "measured_mib" in cells:
-        return pairs_row(cells)
-    return large_row(cells)
+def row(cells: Cells) -> Found:
+    """Predict a row of any of the tables.
+
+    Raises:
+        NotBuilt: the row's training cannot be built.
+    """
+    columns = {"measured_peak_bytes": _xmem_row, "torch_peak_alloc_bytes": _fms_row, "measured_mib": _pairs_row}
+    return next((kind for column, kind in columns.items() if column in cells), _large_row)(cells)

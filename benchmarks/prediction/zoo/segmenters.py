@@ -7,7 +7,8 @@ thirty-second of the resolution. Both losses are computed at the size of the lab
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,20 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.prediction.zoo.named import installed
+from benchmarks.prediction.zoo.blocks import convolved
+from benchmarks.prediction.zoo.trainings import installed
 
 _CLASSES = 19
 """Of Cityscapes."""
 _NAME = re.compile(r"(FCN|FCN\(D6\)|PSPNet|DeepLabV3\+?) R-(18|50|101)(b?)-D(8|16|32)$")
 
 
-def segmenter(name: str) -> Any:
+def segmenter(name: str) -> Callable[[], nn.Module] | None:
     """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None
     head, depth, plain, stride = found.groups()
-    return lambda: Segmenter(head, int(depth), deep_stem=not plain, stride=int(stride))
+    return lambda: _Segmenter(head, int(depth), deep_stem=not plain, stride=int(stride))
 
 
 def pictures(height: int, width: int, n: int) -> dict[str, Tensor]:
@@ -40,54 +42,44 @@ def two_losses(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, 
     """Return the loss of the head and 0.4 of the auxiliary head's."""
     losses = []
     for scores in model(inputs["x"]):
-        large = F.interpolate(scores.float(), inputs["y"].shape[-2:], mode="bilinear", align_corners=False)
+        large = _resized(scores.float(), inputs["y"].shape[-2:])
         losses.append(F.cross_entropy(large, inputs["y"], reduction="none").mean())
     return losses[0] + 0.4 * losses[1], None
-
-
-def _convolved(
-    channels_in: int, channels_out: int, size: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
-) -> nn.Sequential:
-    padding = dilation * (size // 2)
-    return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, size, stride, padding, dilation, groups, bias=False),
-        nn.BatchNorm2d(channels_out),
-        nn.ReLU(inplace=True),
-    )
-
-
-def _separable(channels_in: int, channels_out: int, dilation: int = 1) -> nn.Sequential:
-    depthwise = _convolved(channels_in, channels_in, 3, dilation=dilation, groups=channels_in)
-    return nn.Sequential(depthwise, _convolved(channels_in, channels_out, 1))
 
 
 def _resized(x: Tensor, size: torch.Size) -> Tensor:
     return F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
+def _separable(before: int, after: int, dilation: int = 1) -> nn.Sequential:
+    return nn.Sequential(convolved(before, before, 3, dilation=dilation, groups=before), convolved(before, after, 1))
+
+
+def _pool(size: int, channels: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(size), convolved(channels, width, 1))
+
+
 class _Fcn(nn.Module):
     def __init__(self, channels: int, width: int, dilation: int, *, convolutions: int) -> None:
         super().__init__()
-        widths = [channels, *[width] * convolutions]
-        pairs = pairwise(widths)
-        self.middle = nn.Sequential(*[_convolved(a, b, 3, dilation=dilation) for a, b in pairs])
-        self.joined = _convolved(channels + width, width, 3) if convolutions > 1 else None
+        pairs = pairwise([channels, *[width] * convolutions])
+        self.middle = nn.Sequential(*[convolved(a, b, 3, dilation=dilation) for a, b in pairs])
+        self.joined = convolved(channels + width, width, 3) if convolutions > 1 else None
 
-    def forward(self, x: Tensor, _: Tensor) -> Tensor:
-        found: Tensor = self.middle(x)
-        return found if self.joined is None else self.joined(torch.cat([x, found], 1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, _: Tensor) -> Any:
+        found = self.middle(x)
+        return found if self.joined is None else self.joined(torch.cat([x, found], 1))
 
 
 class _Pyramid(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        pools = [nn.Sequential(nn.AdaptiveAvgPool2d(b), _convolved(channels, width, 1)) for b in (1, 2, 3, 6)]
-        self.pools = nn.ModuleList(pools)
-        self.joined = _convolved(channels + 4 * width, width, 3)
+        self.pools = nn.ModuleList([_pool(size, channels, width) for size in (1, 2, 3, 6)])
+        self.joined = convolved(channels + 4 * width, width, 3)
 
-    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _: Tensor) -> Any:
         parts = [_resized(pool(x), x.shape[-2:]) for pool in self.pools]
-        return self.joined(torch.cat([x, *parts], 1))  # type: ignore[no-any-return]
+        return self.joined(torch.cat([x, *parts], 1))
 
 
 class _Atrous(nn.Module):
@@ -95,40 +87,35 @@ class _Atrous(nn.Module):
 
     def __init__(self, channels: int, width: int, early: int | None) -> None:
         super().__init__()
-        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), _convolved(channels, width, 1))
-        wide = [
-            _convolved(channels, width, 3, dilation=d) if early is None else _separable(channels, width, d)
-            for d in (12, 24, 36)
-        ]
-        self.parts = nn.ModuleList([_convolved(channels, width, 1), *wide])
-        self.joined = _convolved(5 * width, width, 3)
-        self.narrow = None if early is None else _convolved(early, 48, 1)
+        self.pool = _pool(1, channels, width)
+        made = partial(convolved, channels, width, 3) if early is None else partial(_separable, channels, width)
+        wide = [made(dilation=dilation) for dilation in (12, 24, 36)]
+        self.parts = nn.ModuleList([convolved(channels, width, 1), *wide])
+        self.joined = convolved(5 * width, width, 3)
+        self.narrow = None if early is None else convolved(early, 48, 1)
         self.decoder = nn.Sequential(_separable(width + 48, width), _separable(width, width)) if early else None
 
-    def forward(self, x: Tensor, early: Tensor) -> Tensor:
+    def forward(self, x: Tensor, early: Tensor) -> Any:
         parts = [_resized(self.pool(x), x.shape[-2:]), *(part(x) for part in self.parts)]
-        found: Tensor = self.joined(torch.cat(parts, 1))
+        found = self.joined(torch.cat(parts, 1))
         if self.narrow is None or self.decoder is None:
             return found
         beside = self.narrow(early)
-        return self.decoder(torch.cat([_resized(found, beside.shape[-2:]), beside], 1))  # type: ignore[no-any-return]
+        return self.decoder(torch.cat([_resized(found, beside.shape[-2:]), beside], 1))
 
 
-class Segmenter(nn.Module):
-    """A dilated ResNet with a head and an auxiliary head."""
+class _Segmenter(nn.Module):
+    """A dilated ResNet of timm with the head of a name and an auxiliary head."""
 
     def __init__(self, head: str, depth: int, *, deep_stem: bool, stride: int) -> None:
-        """Build the network named ``head`` on a ResNet of ``depth`` layers."""
         super().__init__()
         net = installed("timm").create_model(f"resnet{depth}", output_stride=stride)
-        small = depth == 18
         stem = [net.conv1, net.bn1, net.act1]
         if deep_stem:
-            stem = [_convolved(3, 32, 3, stride=2), _convolved(32, 32, 3), _convolved(32, 64, 3)]
+            stem = [convolved(3, 32, 3, stride=2), convolved(32, 32, 3), convolved(32, 64, 3)]
         self.first = nn.Sequential(*stem, net.maxpool, net.layer1)
-        self.middle = nn.Sequential(net.layer2, net.layer3)
-        self.last = net.layer4
-        channels, width = (512, 128) if small else (2048, 512)
+        self.middle, self.last = nn.Sequential(net.layer2, net.layer3), net.layer4
+        channels, width = (512, 128) if depth == 18 else (2048, 512)
         dilation = 6 if "D6" in head else 1
         if head.startswith("FCN"):
             self.head: nn.Module = _Fcn(channels, width, dilation, convolutions=2)
@@ -141,7 +128,6 @@ class Segmenter(nn.Module):
         self.auxiliary = nn.Sequential(nn.Dropout2d(0.1), nn.Conv2d(width // 2, _CLASSES, 1))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of the head and of the auxiliary head."""
         first = self.first(x)
         middle = self.middle(first)
         last = self.last(middle)

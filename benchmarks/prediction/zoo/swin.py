@@ -6,30 +6,16 @@ older than torch's fused attention. Nothing is frozen.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.prediction.zoo.detectors import TwoStage
-
 _SIDE = 7
 _POINTS = _SIDE * _SIDE
 _HEADS = (3, 6, 12, 24)
-_DEPTHS = {"T": (2, 2, 6, 2), "S": (2, 2, 18, 2)}
+DEPTHS = {"T": (2, 2, 6, 2), "S": (2, 2, 18, 2)}
+CHANNELS = (96, 192, 384, 768)
 _DROPPED = 0.2
-_NAME = re.compile(r"Mask R-CNN Swin-([TS])( 1x| 3x ms-crop)$")
-
-
-def swin_detector(name: str) -> Callable[[], nn.Module] | None:
-    """Return a function that builds the network of a row; None for other networks."""
-    found = _NAME.match(name)
-    if found is None:
-        return None
-    depths = _DEPTHS[found[1]]
-    return lambda: TwoStage(Swin(depths), (96, 192, 384, 768), masks=True)
 
 
 class _Attention(nn.Module):
@@ -99,31 +85,22 @@ class _Block(nn.Module):
 
 
 class Swin(nn.Module):
-    """The backbone: a map for each stage."""
+    """The backbone: stages of ``depths`` blocks, and a normalised map of each."""
 
     def __init__(self, depths: tuple[int, ...]) -> None:
-        """Build stages of ``depths`` blocks, the first of which has 96 channels."""
         super().__init__()
         self.patches, self.norm = nn.Conv2d(3, 96, 4, 4), nn.LayerNorm(96)
-        self.stages, self.norms = nn.ModuleList(), nn.ModuleList()
-        self.merged = nn.ModuleList()
-        number, last = 0, sum(depths) - 1
-        for place, depth in enumerate(depths):
-            channels = 96 << place
-            blocks = []
-            for block in range(depth):
-                dropped = _DROPPED * number / last
-                blocks.append(_Block(channels, _HEADS[place], shifted=block % 2 == 1, dropped=dropped))
-                number += 1
+        self.stages, self.norms, self.merged = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        dropped = iter([_DROPPED * number / (sum(depths) - 1) for number in range(sum(depths))])
+        for channels, heads, depth in zip(CHANNELS, _HEADS, depths, strict=True):
+            blocks = [_Block(channels, heads, shifted=n % 2 == 1, dropped=next(dropped)) for n in range(depth)]
             self.stages.append(nn.ModuleList(blocks))
             self.norms.append(nn.LayerNorm(channels))
-            if place + 1 < len(depths):
-                self.merged.append(
-                    nn.Sequential(nn.LayerNorm(4 * channels), nn.Linear(4 * channels, 2 * channels, bias=False))
-                )
+            if channels != CHANNELS[-1]:
+                narrow = nn.Linear(4 * channels, 2 * channels, bias=False)
+                self.merged.append(nn.Sequential(nn.LayerNorm(4 * channels), narrow))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return the normalised result of each stage."""
         x = self.patches(x)
         height, width = x.shape[-2:]
         x = self.norm(x.flatten(2).transpose(1, 2))

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.prediction.zoo.named import installed
+from benchmarks.prediction.zoo.trainings import installed
 
 
 @contextmanager

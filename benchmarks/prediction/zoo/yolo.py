@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.prediction.zoo.blocks import convolved
 
 _SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.5), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
 """Factors of depth and width by letter."""
@@ -25,24 +28,18 @@ _MATCHED = 100
 """The assumed number of matched anchors per level and image: the rows do not state the number of boxes, and these take little memory."""
 _NAME = re.compile(r"YOLOv5-([nsmlx])( P5| P6)?( mask-refine=(?:No|Yes)| \(ionogram, 1 GPU\)|  pose)?$")
 _COCO = 80
+_convolved = partial(convolved, act=nn.SiLU)
 
 
-def yolo(name: str) -> Any:
+def yolo(name: str) -> Callable[[], nn.Module] | None:
     """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None
-    letter, arch, data = found.groups()
-    return lambda: Averaged(Yolo(letter, (arch or " P5").strip(), _classes(arch, data or "")))
-
-
-def _classes(arch: str | None, data: str) -> int:
-    """Return the number of classes: 6 of ionograms, 20 of VOC (the rows are called "pose"), 1 of CrowdHuman (no level is named)."""
-    if data.strip() == "pose":
-        return 20
-    if "ionogram" in data:
-        return 6
-    return _COCO if arch else 1
+    letter, arch, data = found.groups(default="")
+    classes = _COCO if arch else 1  # CrowdHuman's rows name no level
+    classes = {"pose": 20, "(ionogram, 1 GPU)": 6}.get(data.strip(), classes)  # VOC's rows are called "pose"
+    return lambda: Averaged(_Yolo(letter, arch.strip() or "P5", classes))
 
 
 def squares(side: int, n: int) -> dict[str, Tensor]:
@@ -70,21 +67,10 @@ def _of_matched(values: Tensor, matched: Tensor) -> Tensor:
     return values.reshape(n, _PRIORS, -1, height, width)[matched, matched, :, matched, matched]
 
 
-def _convolved(
-    channels_in: int, channels_out: int, size: int, stride: int = 1, padding: int | None = None
-) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, size, stride, size // 2 if padding is None else padding, bias=False),
-        nn.BatchNorm2d(channels_out, eps=0.001, momentum=0.03),
-        nn.SiLU(inplace=True),
-    )
-
-
 class _Bottleneck(nn.Module):
     def __init__(self, channels: int, *, adds: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(_convolved(channels, channels, 1), _convolved(channels, channels, 3))
-        self.adds = adds
+        self.body, self.adds = nn.Sequential(_convolved(channels, channels, 1), _convolved(channels, channels, 3)), adds
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.body(x)
@@ -121,32 +107,28 @@ class _Pooled(nn.Module):
         return self.joined(torch.cat(parts, 1))  # type: ignore[no-any-return]
 
 
-class Yolo(nn.Module):
-    """The network: boxes, objectness and classes of each level."""
+class _Yolo(nn.Module):
+    """A size with three levels (``P5``) or four (``P6``): boxes, objectness and classes of each level, separately as the loss needs them."""
 
     def __init__(self, letter: str, arch: str, classes: int) -> None:
-        """Build the network of a size, with three levels (``P5``) or four (``P6``)."""
         super().__init__()
         deep, wide = _SIZES[letter]
-        channels = [int(-(-c * wide // 8) * 8) for c in _CHANNELS[arch]]
-        stem = int(-(-64 * wide // 8) * 8)
-        self.stem = _convolved(3, stem, 6, 2, 2)
+        stem, *channels = (int(-(-c * wide // 8) * 8) for c in (64, *_CHANNELS[arch]))
+        self.stem = _convolved(3, stem, 6, stride=2, padding=2)
         self.stages = nn.ModuleList()
         for before, after, blocks in zip([stem, *channels], channels, _BLOCKS[arch], strict=False):
             crossed = _Crossed(after, after, _times(blocks, deep), adds=True)
-            self.stages.append(nn.Sequential(_convolved(before, after, 3, 2), crossed))
+            self.stages.append(nn.Sequential(_convolved(before, after, 3, stride=2), crossed))
         self.stages[-1].append(_Pooled(channels[-1]))
-        levels, blocks = channels[1:], _times(3, deep)
-        falling = list(pairwise(reversed(levels)))
+        levels, num = channels[1:], _times(3, deep)
+        falling, rising = list(pairwise(reversed(levels))), list(pairwise(levels))
         self.narrow = nn.ModuleList([_convolved(high, low, 1) for high, low in falling])
-        self.down = nn.ModuleList([_Crossed(2 * low, low, blocks, adds=False) for _, low in falling])
-        rising = list(pairwise(levels))
-        self.halve = nn.ModuleList([_convolved(low, low, 3, 2) for low, _ in rising])
-        self.up = nn.ModuleList([_Crossed(2 * low, high, blocks, adds=False) for low, high in rising])
+        self.down = nn.ModuleList([_Crossed(2 * low, low, num, adds=False) for _, low in falling])
+        self.halve = nn.ModuleList([_convolved(low, low, 3, stride=2) for low, _ in rising])
+        self.up = nn.ModuleList([_Crossed(2 * low, high, num, adds=False) for low, high in rising])
         self.heads = nn.ModuleList([nn.Conv2d(c, _PRIORS * (5 + classes), 1) for c in levels])
 
     def forward(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return each level's boxes, objectness and classes, separately as the loss needs them."""
         x = self.stem(x)
         features = []
         for stage in self.stages:
@@ -179,11 +161,8 @@ class Averaged(nn.Module):
     """A network and the moving average of its weights and statistics, as in EMAHook."""
 
     def __init__(self, network: nn.Module) -> None:
-        """Keep ``network`` and a copy that is not trained."""
         super().__init__()
-        self.network = network
-        self.average = copy.deepcopy(network).requires_grad_(False)
+        self.network, self.average = network, copy.deepcopy(network).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
-        """Run the network."""
         return self.network(x)
