@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.shared import options
 
 HERE = Path(__file__).parent
 BENCH = [
@@ -41,7 +44,11 @@ class Benchmark(NamedTuple):
 
     def run(self, words: Sequence[str] = ()) -> int:
         """Run it with its own words; return its exit code."""
-        return importlib.import_module(self.module).main(list(words)) or 0
+        main = importlib.import_module(self.module).main
+        if inspect.signature(main).parameters:
+            return main(list(words)) or 0
+        options(self.module).parse_args(list(words))  # it has none
+        return main() or 0
 
 
 def benchmarks() -> dict[str, Benchmark]:

@@ -1,15 +1,15 @@
 """How long does every kernel of a training step take on one GPU?
 
-Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. Each
-gets a folder of DIR once it is measured, and a case with a folder is not measured again. It contains
+Plain torch, timm and transformers; Mezzo is not imported. The cases are trained as ``measure_zoo`` trains them, all in one process. Each
+gets a folder once it is measured, and a case with a folder is not measured again. It contains
 
-- ``steps.csv``: the time of a step without a profiler, the host's time (that of the same step with almost no data, which the host
-  bounds), and the time of the kernels in one step under torch's profiler,
+- ``steps.csv``: the time of a step without a profiler, the host's time (of the same step with almost no data, which the host bounds),
+  and the time of the kernels in one step under torch's profiler,
 - ``kernels.csv.gz``, with a row for each kernel of that step: the operation that launched it, with the shapes, formats and strides of its
   operands, the kind of operation, when it was launched, when it began and how long it ran,
-- ``trace.json.gz``, the trace, from which ``--read`` writes the rows again.
+- ``trace.json.gz``, the trace.
 
-``python benchmarks/predict_kernels.py DIR`` prints predicted and measured milliseconds by kind.
+``predict_kernels DIR`` prints predicted and measured milliseconds by kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import gzip
 import json
 import shutil
 import statistics
-import sys
 import time
 import traceback
 from collections import defaultdict
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure_zoo import WARM_UP, Case, Training, allow_tf32, asked, library_of, tiny, wait
+from benchmarks.gpu.measure_zoo import WARM_UP, Case, Training, asked, facts_of, tiny, wait
 from benchmarks.shared import csv_rows, options
 
 CASES = (
@@ -51,7 +50,7 @@ CASES = (
     Case("timm:efficientnet_b0", 224, 128, "fp16"),
     Case("timm:resnet50", 224, 256, "bf16", True),
 )
-"""Trainings of ``measure_zoo.py``'s first list, the most valuable first."""
+"""Trainings of ``measure_zoo``'s first list, the most valuable first."""
 _MEASURED = "the step whose kernels count"
 _BY_HOST, _ON_DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events."""
@@ -62,32 +61,29 @@ _LONGEST_TEXT = 400
 """Longer texts are cut: the shapes of an optimizer's lists of tensors."""
 
 
-def _of(kind: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_ATTENTION = (
-    "scaled_dot_product_flash_attention scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention"
-)
-_KINDS = {
-    **_of("convolution", "convolution convolution_backward convolution_input_gradient convolution_weight_gradient"),
-    **_of("product", "mm addmm bmm baddbmm"),
-    **_of("attention", " ".join(f"_{name} _{name}_backward" for name in _ATTENTION.split())),
-    **_of("batch norm", "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward"),
-    **_of("layer norm", "native_layer_norm native_layer_norm_backward"),
-    **_of("softmax", "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"),
-    **_of("softmax", "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"),
-    **_of("pooling", "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward"),
-    **_of("pooling", "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward"),
-    **_of("reduction", "sum mean mean_backward amax amin any all"),
-    **_of("cast or copy", "_to_copy clone copy_ cat stack split_with_sizes_copy constant_pad_nd as_strided_"),
-    **_of("index", "embedding embedding_dense_backward index index_select gather scatter index_put_ index_add_"),
-    **_of("elementwise", "add add_ sub mul mul_ div div_ pow tanh tanh_backward gelu gelu_backward relu relu_"),
-    **_of("elementwise", "threshold_backward silu silu_ silu_backward sigmoid sigmoid_backward native_dropout"),
-    **_of("elementwise", "native_dropout_backward hardtanh hardtanh_ hardtanh_backward hardswish hardswish_"),
-    **_of("elementwise", "hardswish_backward hardsigmoid hardsigmoid_backward neg rsqrt where masked_fill"),
-    **_of("fill", "zeros zero_ zeros_like ones ones_like fill_ full new_zeros new_ones select_backward arange"),
+_NAMES = {
+    "convolution": "convolution convolution_backward convolution_input_gradient convolution_weight_gradient",
+    "product": "mm addmm bmm baddbmm",
+    "attention": " ".join(
+        f"_scaled_dot_product_{way}_attention _scaled_dot_product_{way}_attention_backward"
+        for way in ("flash", "efficient", "cudnn")
+    ),
+    "batch norm": "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward",
+    "layer norm": "native_layer_norm native_layer_norm_backward",
+    "softmax": "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data "
+    "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
+    "pooling": "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward "
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
+    "reduction": "sum mean mean_backward amax amin any all",
+    "cast or copy": "_to_copy clone copy_ cat stack split_with_sizes_copy constant_pad_nd as_strided_",
+    "index": "embedding embedding_dense_backward index index_select gather scatter index_put_ index_add_",
+    "elementwise": "add add_ sub mul mul_ div div_ pow tanh tanh_backward gelu gelu_backward relu relu_ "
+    "threshold_backward silu silu_ silu_backward sigmoid sigmoid_backward native_dropout "
+    "native_dropout_backward hardtanh hardtanh_ hardtanh_backward hardswish hardswish_ "
+    "hardswish_backward hardsigmoid hardsigmoid_backward neg rsqrt where masked_fill",
+    "fill": "zeros zero_ zeros_like ones ones_like fill_ full new_zeros new_ones select_backward arange",
 }
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def kind_of(operation: str, phase: str) -> str:
@@ -115,21 +111,16 @@ class Kernel:
     took_us: float
 
 
-@dataclass
-class Step:
-    """The times of one step; the first fields identify the case."""
+@dataclass(frozen=True)
+class Step(Case):
+    """The times of one case's step."""
 
-    model: str
-    size: int
-    batch: int
-    policy: str
-    channels_last: bool
-    gpu: str
-    torch: str
-    library: str
-    step_ms: float
+    gpu: str = ""
+    torch: str = ""
+    library: str = ""
+    step_ms: float = 0.0
     """Median of blocks of steps, without a profiler."""
-    host_ms: float
+    host_ms: float = 0.0
     """The same for a step with almost no data, which takes only the host's time."""
     profiled_ms: float = 0.0
     """From the beginning of the first kernel to the end of the last under the profiler, which slows down the host."""
@@ -137,6 +128,11 @@ class Step:
     """Sum of the kernels' times."""
     num_kernels: int = 0
     clock_mhz: int = 0
+
+    @property
+    def case(self) -> Case:
+        """The case alone."""
+        return Case(**{field.name: getattr(self, field.name) for field in fields(Case)})
 
 
 def rows_of(trace: dict[str, Any]) -> list[Kernel]:
@@ -257,24 +253,17 @@ def write_trace(step: Callable[[], None], device: str, path: Path) -> None:
 
 def measure(case: Case, device: str, out: Path) -> Step:
     """Train ``case``, write its trace, kernels and step to the folder ``out``, and return the times of its step."""
-    allow_tf32(case.policy)
+    facts = facts_of(case, device)
     few = replace(case, batch=_TINY_BATCH, size=_TINY_TOKENS if case.model.startswith("transformers") else case.size)
     host_ms = step_ms(Training(few, device).step, device)
     training = Training(case, device)
-    row = Step(
-        **asdict(case),
-        gpu=torch.cuda.get_device_name() if device == "cuda" else device,
-        torch=str(torch.__version__),
-        library=library_of(case),
-        step_ms=step_ms(training.step, device),
-        host_ms=host_ms,
-        clock_mhz=asked("clocks.sm"),
-    )
+    took_ms = step_ms(training.step, device)
+    row = Step(**facts, step_ms=took_ms, host_ms=host_ms, clock_mhz=asked("clocks.sm"))
     write_trace(training.step, device, out / "trace.json.gz")
     try:
         row = with_kernels(row, write_kernels(case, out))
     except (KeyError, ValueError) as error:  # the step's time is still worth a row, and the trace is stored
-        print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
+        print(f"{case}: no kernels were read: {type(error).__name__}: {error}", flush=True)
     csv_rows.write(out / "steps.csv", [asdict(row)], [field.name for field in fields(Step)])
     return row
 
@@ -296,34 +285,24 @@ def write_kernels(case: Case, folder: Path) -> list[Kernel]:
     """Write the kernels of the trace in a case's folder, and return them."""
     with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8", errors="replace") as file:
         kernels = rows_of(json.loads(file.read(), strict=False))
-    rows = ({**asdict(case), **asdict(kernel)} for kernel in kernels)
-    rounded = (
-        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows
-    )
-    names = [field.name for field in (*fields(Case), *fields(Kernel))]
-    csv_rows.write(folder / "kernels.csv.gz", rounded, names)
+    rows = [{**asdict(case), **asdict(kernel)} for kernel in kernels]
+    for row in rows:
+        row |= {key: round(value, 3) for key, value in row.items() if isinstance(value, float)}
+    csv_rows.write(folder / "kernels.csv.gz", rows, [field.name for field in (*fields(Case), *fields(Kernel))])
     return kernels
 
 
-def main(argv: Sequence[str] = ()) -> None:
-    """Measure the cases without a folder until the seconds are over, or read the traces again."""
+def main(argv: Sequence[str] = ()) -> int:
+    """Measure the cases without a folder until the seconds are over; return 1 if one was not measured."""
     parser = options(__name__)
     parser.add_argument("--out", type=Path, default=Path("kernels"), help="the folder of the files")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case begins that may end later")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="a CPU has no kernels to show")
     parser.add_argument("--cases", default="zoo", choices=("zoo", "tiny"), help="tiny: a test of this program")
-    parser.add_argument("--read", action="store_true", help="write each kernels.csv.gz again from its trace")
     chosen = parser.parse_args(argv)
     out: Path = chosen.out
-    cases = CASES if chosen.cases == "zoo" else tiny()
-    if chosen.read:
-        for case in cases:
-            if (out / case.file_name).exists():
-                write_kernels(case, out / case.file_name)
-        return
-    failed = 0
-    left = [case for case in cases if not (out / case.file_name).exists()]
-    for case in csv_rows.until(chosen.seconds, left, lambda case: " ".join(case.key)):
+    failed, cases = 0, CASES if chosen.cases == "zoo" else tiny()
+    for case in csv_rows.until(chosen.seconds, [case for case in cases if not (out / case.file_name).exists()]):
         at = time.monotonic()
         part = out / "part"  # becomes the case's folder when all of it is there
         shutil.rmtree(part, ignore_errors=True)
@@ -333,14 +312,13 @@ def main(argv: Sequence[str] = ()) -> None:
             part.rename(out / case.file_name)
         except Exception:  # it is printed, and the next case runs
             failed = 1
-            print(f"{' '.join(case.key)}: not measured\n{traceback.format_exc()}", flush=True)
+            print(f"{case}: not measured\n{traceback.format_exc()}", flush=True)
             continue
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-        print(
-            f"{' '.join(case.key)}: step {one.step_ms:.2f} ms, host {one.host_ms:.2f} ms, "
-            f"{one.num_kernels} kernels {one.kernels_ms:.2f} ms, {time.monotonic() - at:.1f} s",
-            flush=True,
+        times = (
+            f"step {one.step_ms:.2f} ms, host {one.host_ms:.2f} ms, {one.num_kernels} kernels {one.kernels_ms:.2f} ms"
         )
-    sys.exit(failed)
+        print(f"{case}: {times}, {time.monotonic() - at:.1f} s", flush=True)
+    return failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 
 _COLOURS = ("#1268d8", "#bc450a", "#0e7b5f", "#9543d0", "#866807", "#cc2462", "#626d7c")
@@ -14,8 +15,6 @@ def plot(
     path: Path, groups: Sequence[str], measured: np.ndarray, predicted: np.ndarray, *, unit: str, title: str
 ) -> None:
     """Write an SVG to ``path``; each row has its group, and the dashed lines are 20% off."""
-    import matplotlib as mpl
-
     mpl.use("svg")
     from matplotlib.figure import Figure
 

@@ -9,53 +9,28 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.prediction.zoo.trainings import Training, class_loss, images, installed, numbers, own_loss, text
 from benchmarks.shared import options
 from mezzo.measure.predict.calibrate import calibrate, device_name, least_seconds, saved_calibration
-from mezzo.measure.predict.named import import_library
 from mezzo.measure.predict.training import record_training
-
-Inputs = Mapping[str, Tensor]
-
-
-def _class_loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
-    outputs = model(inputs["x"])
-    return F.cross_entropy(outputs, inputs["y"]), outputs
-
-
-def _own_loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    return outputs.loss, outputs
-
-
-def _images(size: int, n: int) -> dict[str, Tensor]:
-    return {"x": torch.rand(n, 3, size, size), "y": torch.zeros(n, dtype=torch.long)}
-
-
-def _tokens(length: int, n: int) -> dict[str, Tensor]:
-    return {name: torch.ones(n, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layer, self.head = (
-            nn.Embedding(2000, 128),
-            nn.LSTM(128, 192, 2, batch_first=True),
-            nn.Linear(192, 4),
-        )
+        self.words, self.head = nn.Embedding(2000, 128), nn.Linear(192, 4)
+        self.layer = nn.LSTM(128, 192, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layer(self.words(x))[0][:, -1])
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layer(self.words(x))[0][:, -1])
 
 
 def _dense() -> nn.Module:
@@ -64,36 +39,30 @@ def _dense() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
-def _vectors(n: int) -> dict[str, Tensor]:
-    return {"x": torch.rand(n, 784), "y": torch.zeros(n, dtype=torch.long)}
-
-
-def _sentences(n: int) -> dict[str, Tensor]:
-    return {"x": torch.ones(n, 24, dtype=torch.long), "y": torch.zeros(n, dtype=torch.long)}
-
-
-def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs], Any, int]]:
-    """Return the models: how they are built, their inputs, their loss and the batch size."""
-    timm, tr, tv = import_library("timm"), import_library("transformers"), import_library("torchvision").models
-    bert = tr.BertConfig(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=8000
-    )
+def _models() -> dict[str, tuple[int, Training]]:
+    """Return the batch size and the training of each model."""
+    timm, tr, tv = installed("timm"), installed("transformers"), installed("torchvision").models
+    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    bert = tr.BertConfig(vocab_size=8000, **small)
     gpt = tr.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=8000)
 
-    def timed(name: str, size: int, **options: Any) -> tuple[Any, Any, Any]:
-        return partial(timm.create_model, name, **options), partial(_images, size), _class_loss
+    def pictures(build: Any, size: int) -> Training:
+        return Training(build, partial(images, size), class_loss)
+
+    def of_timm(name: str, size: int, **settings: Any) -> Training:
+        return pictures(partial(timm.create_model, name, **settings), size)
 
     return {
-        "resnet18": (*timed("resnet18", 96), 8),
-        "resnet50": (*timed("resnet50", 64), 4),
-        "vgg11": (lambda: tv.vgg11(num_classes=10), partial(_images, 64), _class_loss, 4),
-        "mobilenetv3": (*timed("mobilenetv3_small_100", 128), 8),
-        "efficientnet": (*timed("efficientnet_b0", 64), 8),
-        "vit": (*timed("vit_tiny_patch16_224", 96, img_size=96), 8),
-        "bert": (lambda: tr.BertForMaskedLM(bert), partial(_tokens, 64), _own_loss, 8),
-        "gpt2": (lambda: tr.GPT2LMHeadModel(gpt), partial(_tokens, 96), _own_loss, 4),
-        "mlp": (_dense, _vectors, _class_loss, 128),
-        "lstm": (_Recurrent, _sentences, _class_loss, 16),
+        "resnet18": (8, of_timm("resnet18", 96)),
+        "resnet50": (4, of_timm("resnet50", 64)),
+        "vgg11": (4, pictures(lambda: tv.vgg11(num_classes=10), 64)),
+        "mobilenetv3": (8, of_timm("mobilenetv3_small_100", 128)),
+        "efficientnet": (8, of_timm("efficientnet_b0", 64)),
+        "vit": (8, of_timm("vit_tiny_patch16_224", 96, img_size=96)),
+        "bert": (8, Training(lambda: tr.BertForMaskedLM(bert), partial(text, 64), own_loss)),
+        "gpt2": (4, Training(lambda: tr.GPT2LMHeadModel(gpt), partial(text, 96), own_loss)),
+        "mlp": (128, Training(_dense, lambda n: {"x": torch.empty(n, 784), "y": numbers(n)}, class_loss)),
+        "lstm": (16, Training(_Recurrent, lambda n: {"x": numbers(n, 24), "y": numbers(n)}, class_loss)),
     }
 
 
@@ -104,41 +73,40 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="longest measurement of one model")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
-
     found = None if chosen.calibrate else saved_calibration(device_name("cpu"))
     if found is None:
         begin = time.monotonic()
         found = calibrate("cpu")
         found.save()
-        print(
-            f"calibrated in {time.monotonic() - begin:.0f} s; probes' steps {found.low} to {found.high}; kept in {found.path}"
-        )
+        took_s = time.monotonic() - begin
+        print(f"calibrated in {took_s:.0f} s; probes' steps {found.low} to {found.high}; kept in {found.path}")
     errors = []
-    for name, (build, batch_of, loss, batch) in models().items():
-        optimizer = partial(torch.optim.AdamW, lr=1e-4)
-        tape = record_training(build, batch_of, loss, batch=batch, optimizer=optimizer, gpu=False)
+    optimizer = partial(torch.optim.AdamW, lr=1e-4)
+    for name, (batch, one) in _models().items():
+        tape = record_training(one.build, one.batch_of, one.loss_of, batch=batch, optimizer=optimizer, gpu=False)
         predicted = float(found.rates["fp32"].seconds(tape.operations).sum())
-        measured = _measured(build, batch_of(batch), loss, optimizer, chosen.seconds)
+        measured = _measured(one, batch, optimizer, chosen.seconds)
         errors.append(100 * (predicted / measured - 1))
-        print(
-            f"{name:14} batch {batch:4} measured {1e3 * measured:8.1f} ms predicted {1e3 * predicted:8.1f} ms {errors[-1]:+6.1f}%",
-            flush=True,
-        )
+        times = f"measured {1e3 * measured:8.1f} ms predicted {1e3 * predicted:8.1f} ms"
+        print(f"{name:14} batch {batch:4} {times} {errors[-1]:+6.1f}%", flush=True)
     size = np.abs(errors)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(f"mean {size.mean():.1f}% largest {size.max():.1f}% of {len(size)} models")
 
 
-def _measured(build: Any, inputs: Inputs, loss: Any, optimizer: Any, most_s: float) -> float:
+def _measured(one: Training, batch: int, optimizer: Any, most_s: float) -> float:
     torch.manual_seed(0)
-    model = build().train()
+    model = one.build().train()
     made = optimizer(model.parameters())
+    inputs = {
+        k: torch.rand(v.shape) if v.is_floating_point() else torch.ones_like(v) for k, v in one.batch_of(batch).items()
+    }
     kept_outputs: Any = None
 
     def step() -> None:
         nonlocal kept_outputs
         made.zero_grad()
-        value, kept_outputs = loss(model, inputs)
+        value, kept_outputs = one.loss_of(model, inputs)
         value.backward()
         made.step()
 

@@ -1,9 +1,8 @@
 """Which kinds of operation take more or less time than predicted, in the steps that ``measure_kernels`` profiled?
 
-DIR is the folder that ``measure_kernels.py`` wrote. The prediction is that of ``mezzo predict --model``, with the shipped constants. The
-time in which no kernel ran in the measured step is a separate row: the device waited, for the host or between kernels. ``--calls KIND``
-pairs the operations of a kind, in their order in each phase, and prints those with the largest differences, with the rates reached.
-``--out`` writes the table as CSV.
+The prediction is that of ``mezzo predict --model``, with the shipped constants. The time in which no kernel ran in the measured step is a
+separate row: the device waited, for the host or between kernels. ``--calls KIND`` pairs the operations of a kind, in their order in each
+phase, and prints those with the largest differences, with the rates reached. ``--out`` writes the table as CSV.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class Call:
 class Part:
     """A kind of operation in one phase of a step."""
 
-    model: str
-    size: int
-    batch: int
-    policy: str
-    channels_last: bool
+    case: Case
     phase: str
     kind: str
     measured_ms: float = 0.0
@@ -62,18 +57,12 @@ def measured_calls(kernels: Iterable[Kernel]) -> list[Call]:
     groups: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         groups[kernel.place].append(kernel)
-    return [
-        Call(
-            one[0].phase,
-            one[0].kind,
-            one[0].operation,
-            sum(kernel.took_us for kernel in one),
-            len(one),
-            one[0].shapes,
-            " + ".join(f"{kernel.kernel[:60]} {kernel.took_us:.0f} us" for kernel in one),
-        )
-        for _, one in sorted(groups.items())
-    ]
+    found = []
+    for _, one in sorted(groups.items()):
+        first, us = one[0], sum(kernel.took_us for kernel in one)
+        names = " + ".join(f"{kernel.kernel[:60]} {kernel.took_us:.0f} us" for kernel in one)
+        found.append(Call(first.phase, first.kind, first.operation, us, len(one), first.shapes, names))
+    return found
 
 
 def predicted_calls(operations: Sequence[CostedOperation], seconds: Iterable[float]) -> list[Call]:
@@ -106,7 +95,7 @@ def parts_of(case: Case, measured: Iterable[Call], predicted: Iterable[Call]) ->
     found: dict[tuple[str, str], Part] = {}
 
     def part(call: Call) -> Part:
-        return found.setdefault((call.phase, call.kind), Part(**asdict(case), phase=call.phase, kind=call.kind))
+        return found.setdefault((call.phase, call.kind), Part(case, call.phase, call.kind))
 
     for call in measured:
         part(call).measured_ms += call.us / 1e3
@@ -121,9 +110,8 @@ def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> li
     """Return the calls of ``kind`` in pairs, by their order; if their numbers differ in a phase, print that and pair none of it."""
     pairs: list[tuple[Call, Call]] = []
     for phase in ("forward", "backward", "optimizer"):
-        own, priced = (
-            [call for call in calls if (call.phase, call.kind) == (phase, kind)] for calls in (measured, predicted)
-        )
+        sides = (measured, predicted)
+        own, priced = ([call for call in calls if (call.phase, call.kind) == (phase, kind)] for calls in sides)
         if len(own) == len(priced):
             pairs += zip(own, priced, strict=True)
         else:
@@ -132,7 +120,7 @@ def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> li
 
 
 def read(folder: Path) -> tuple[list[Step], dict[Case, list[Kernel]]]:
-    """Return the steps and kernels that ``measure_kernels.py`` wrote, case by case."""
+    """Return the steps and kernels that ``measure_kernels`` wrote, case by case."""
     steps: list[Step] = []
     kernels: dict[Case, list[Kernel]] = defaultdict(list)
     for path in sorted(folder.glob("*/steps.csv")):
@@ -150,34 +138,26 @@ def _typed(kind: type, cells: dict[str, str]) -> dict[str, object]:
     return {field.name: _PARSERS[str(field.type)](cells[field.name]) for field in fields(kind)}
 
 
-def case_of(step: Step) -> Case:
-    """Return the case of a row."""
-    return Case(step.model, step.size, step.batch, step.policy, step.channels_last)
-
-
 def compare(step: Step, kernels: Sequence[Kernel], gpu: Gpu, calls: str | None) -> list[Part]:
     """Print one case, and return its parts."""
-    case = case_of(step)
+    case = step.case
     tape = tapes(case.model, case.size, case.batch, recorded_as(case.policy), case.channels_last).first
     priced = Conditions(gpu=gpu, channels_last=case.channels_last).step(tape, case.policy)
     measured, predicted = measured_calls(kernels), predicted_calls(tape.operations, priced.operation_s)
     parts = parts_of(case, measured, predicted)
-    waits_ms = step.step_ms - step.kernels_ms
     print(
         f"{label({key: str(value) for key, value in asdict(case).items()})}: measured {step.step_ms:.2f} ms, "
         f"predicted {1e3 * priced.seconds:.2f} ms; host {step.host_ms:.2f} ms, predicted {1e3 * priced.host_s:.2f} ms"
     )
+    parts.append(Part(case, "", "no kernel runs", step.step_ms - step.kernels_ms))
     for part in parts:
-        print(
-            f"  {part.phase:10}{part.kind:14} measured {part.measured_ms:8.2f} ms  predicted {part.predicted_ms:8.2f} ms"
-            f"  difference {part.predicted_ms - part.measured_ms:+8.2f} ms  kernels {part.kernels}, priced {part.priced_kernels}"
-        )
-    print(
-        f"  {'no kernel runs':24} measured {waits_ms:8.2f} ms  predicted     0.00 ms  difference {-waits_ms:+8.2f} ms"
-    )
+        name = f"{part.phase:10}{part.kind:14}" if part.phase else f"{part.kind:24}"
+        counts = f"  kernels {part.kernels}, priced {part.priced_kernels}" if part.phase else ""
+        times = f"measured {part.measured_ms:8.2f} ms  predicted {part.predicted_ms:8.2f} ms"
+        print(f"  {name} {times}  difference {part.predicted_ms - part.measured_ms:+8.2f} ms{counts}")
     if calls is not None:
         show(joined(measured, predicted, calls))
-    return [*parts, Part(**asdict(case), phase="", kind="no kernel runs", measured_ms=waits_ms)]
+    return parts
 
 
 def show(pairs: Sequence[tuple[Call, Call]]) -> None:
@@ -192,23 +172,18 @@ def show(pairs: Sequence[tuple[Call, Call]]) -> None:
     print(f"    speed of {len(pairs)} calls: {said(errors)}")
 
 
-def total(parts: Iterable[Part]) -> None:
+def total(parts: Sequence[Part]) -> None:
     """Print predicted minus measured time by kind, in percent of the measured step: the mean over all cases."""
-    steps: dict[str, float] = defaultdict(float)
+    steps: dict[Case, float] = defaultdict(float)
     differences: dict[tuple[str, str], float] = defaultdict(float)
-    parts = list(parts)
     for part in parts:
-        steps[_name(part)] += part.measured_ms
+        steps[part.case] += part.measured_ms
     for part in parts:
-        share = 100 * (part.predicted_ms - part.measured_ms) / steps[_name(part)]
+        share = 100 * (part.predicted_ms - part.measured_ms) / steps[part.case]
         differences[part.phase, part.kind] += share / len(steps)
     print(f"mean of {len(steps)} cases, predicted minus measured in percent of the measured step:")
     for (phase, kind), share in sorted(differences.items(), key=lambda item: item[1]):
         print(f"  {phase:10}{kind:14} {share:+6.1f}%")
-
-
-def _name(part: Part) -> str:
-    return " ".join(str(getattr(part, field.name)) for field in fields(Case))
 
 
 def main(argv: Sequence[str] = ()) -> None:
@@ -227,7 +202,9 @@ def main(argv: Sequence[str] = ()) -> None:
         gpu = find_gpu(chosen.gpu or step.gpu)
         if gpu is None:
             parser.error(f"no facts about {chosen.gpu or step.gpu!r}: name a GPU of mezzo/gpus.csv with --gpu")
-        parts += compare(step, kernels[case_of(step)], gpu, chosen.calls)
+        parts += compare(step, kernels[step.case], gpu, chosen.calls)
     total(parts)
     if chosen.out is not None:
-        csv_rows.write(chosen.out, map(asdict, parts), [field.name for field in fields(Part)])
+        rows = [{**asdict(part.case), **vars(part)} for part in parts]
+        names = [field.name for field in (*fields(Case), *fields(Part)) if field.name != "case"]
+        csv_rows.write(chosen.out, ({name: row[name] for name in names} for row in rows), names)

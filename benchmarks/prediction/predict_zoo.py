@@ -1,9 +1,9 @@
 """How far are step time and memory of named models from what ``measure_zoo`` measured?
 
-``measure_zoo.py`` wrote the file ``zoo.csv``. Each row is predicted as by ``mezzo predict --model``, with the shipped constants and without
-a calibration of the GPU. timm and transformers are needed, best in the versions that the rows name.
+Each row of the file is predicted as by ``mezzo predict --model``, with the shipped constants and without a calibration of the GPU. timm and
+transformers are needed, best in the versions that the rows name.
 
-``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo.py`` that has not been measured yet, on ``--gpu``, and
+``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo`` that has not been measured yet, on ``--gpu``, and
 stores it with the commit. If there is a ``zoo_predicted.csv`` in the folder of ``zoo.csv``, the stored predictions are compared too: with
 the measurements, and with current predictions.
 """
@@ -13,17 +13,18 @@ from __future__ import annotations
 import math
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.measure_zoo import CASES, Case
-from benchmarks.shared import csv_rows, options
+from benchmarks.shared import ROOT, csv_rows, options
 from benchmarks.shared.csv_rows import Cells
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
@@ -31,14 +32,11 @@ from mezzo.measure.predict.named import import_library, named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict, recorded_as
 from mezzo.records import Prediction
 
-MEASURES = {
-    "throughput": "throughput",
-    "allocated": "allocated_bytes",
-    "reserved": "reserved_bytes",
-    "device": "device_bytes",
-}
+MEASURES = {"throughput": "throughput"} | {name: f"{name}_bytes" for name in ("allocated", "reserved", "device")}
 """The measures that are compared, with their columns, which are also the fields of predictions."""
-_SETTING = "model", "size", "batch", "gpu"
+STORED = [field.name for field in fields(Case)]
+STORED += ["gpu", "step_ms", *MEASURES.values(), "commit", "date", "torch", "library"]
+"""Columns of a prediction that is stored until it is measured."""
 
 
 @cache
@@ -56,65 +54,28 @@ def predicted(cells: Cells, gpu: Gpu) -> Prediction:
     return predict(both, gpu, cells["policy"], batch=batch, channels_last=channels_last)
 
 
-@dataclass
-class Stored:
-    """A prediction that is stored until it is measured."""
-
-    model: str
-    size: int
-    batch: int
-    policy: str
-    channels_last: bool
-    gpu: str
-    step_ms: float
-    throughput: float
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
-    commit: str
-    """The commit that predicted it."""
-    date: str
-    torch: str
-    library: str
-
-
-def store(cases: list[Case], gpu: Gpu, path: Path) -> None:
-    """Predict ``cases`` on ``gpu`` and write them to ``path``."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=40", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    csv_rows.write(path, (_stored(case, gpu, commit) for case in cases), [field.name for field in fields(Stored)])
-
-
-def _stored(case: Case, gpu: Gpu, commit: str) -> dict[str, object]:
-    """Return the row of ``case``, and print it."""
-    library = case.model.split(":")[0]
-    cells = {key: str(value) for key, value in asdict(case).items()}
-    found = predicted(cells, gpu)
-    row = Stored(
-        **asdict(case),
-        gpu=gpu.name,
-        step_ms=found.step_ms,
-        **{field: getattr(found, field) for field in MEASURES.values()},
-        commit=commit,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        torch=str(torch.__version__),
-        library=f"{library} {import_library(library).__version__}",
-    )
-    print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
-    return asdict(row)
+def _stored(cases: Sequence[Case], gpu: Gpu) -> Iterator[dict[str, Any]]:
+    """Predict ``cases`` on ``gpu``; yield the row of each, and print it."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    for case in cases:
+        library = case.model.split(":")[0]
+        cells = {key: str(value) for key, value in asdict(case).items()}
+        found = predicted(cells, gpu)
+        print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
+        now, version = datetime.now(timezone.utc), import_library(library).__version__
+        yield {
+            **asdict(case),
+            **{name: getattr(found, name) for name in ("step_ms", *MEASURES.values())},
+            **{"gpu": gpu.name, "commit": commit, "date": now.isoformat(timespec="seconds")},
+            **{"torch": str(torch.__version__), "library": f"{library} {version}"},
+        }
 
 
 def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
     """Return the predictions that were stored for the rows of ``path``, by case and GPU; empty if there are none."""
     path = path.with_name(f"{path.stem}_predicted.csv")
-    if not path.exists():
-        return {}
-    return {key_of(cells): cells for cells in csv_rows.read(path)}
+    return {key_of(cells): cells for cells in csv_rows.read(path)} if path.exists() else {}
 
 
 def key_of(cells: Cells) -> tuple[str, ...]:
@@ -137,8 +98,8 @@ def main(argv: Sequence[str] = ()) -> None:
     """Compare the rows of a file with their predictions, or store predictions."""
     parser = options(__name__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--rows", type=Path, help="the file that measure_zoo.py wrote")
-    what.add_argument("--cases", choices=CASES, help="predict this list of measure_zoo.py and store it in --out")
+    what.add_argument("--rows", type=Path, help="the file that measure_zoo wrote")
+    what.add_argument("--cases", choices=CASES, help="predict this list of measure_zoo and store it in --out")
     parser.add_argument("--gpu", default="h100-sxm", help="the GPU of --cases")
     parser.add_argument("--out", type=Path, default=Path("holdout_predicted.csv"), help="the file of --cases")
     chosen = parser.parse_args(argv)
@@ -148,15 +109,14 @@ def main(argv: Sequence[str] = ()) -> None:
     gpu = find_gpu(chosen.gpu)
     if gpu is None:
         parser.error(f"--gpu {chosen.gpu!r} is not a GPU of mezzo/gpus.csv")
-    store(CASES[chosen.cases](), gpu, chosen.out)
+    csv_rows.write(chosen.out, _stored(CASES[chosen.cases](), gpu), STORED)
 
 
 def compare(path: Path) -> None:
     """Print each row of ``path``, the gains of 16 bits, and the errors; those of stored predictions too, if they differ from today's."""
     rows: list[Row] = []
     then: list[Row] = []
-    reasons = Counter[str]()
-    stored, changed = stored_beside(path), 0
+    reasons, stored, changed = Counter[str](), stored_beside(path), 0
     for cells in csv_rows.read(path):
         gpu = find_gpu(cells["gpu"])
         if gpu is None or cells["status"] != "ok":
@@ -168,60 +128,52 @@ def compare(path: Path) -> None:
             reasons[str(error)] += 1
             continue
         today = {name: float(getattr(found, field)) for name, field in MEASURES.items()}
-        rows.append((cells, over_measured(today, cells)))
+        rows.append((cells, _over_measured(today, cells)))
         before = stored.get(key_of(cells))
         beside = "" if not stored else "  not stored"
         if before is not None:
             kept = {name: float(before[field]) for name, field in MEASURES.items()}
-            then.append((cells, over_measured(kept, cells)))
+            then.append((cells, _over_measured(kept, cells)))
             differ = [name for name in MEASURES if not math.isclose(kept[name], today[name], rel_tol=1e-6)]
             changed += bool(differ)
             beside = f"  stored {float(before['step_ms']):.2f} ms: {', '.join(differ) or 'nothing'} differs"
         errors = "  ".join(f"{name} {100 * (ratio - 1):+6.1f}%" for name, ratio in rows[-1][1].items())
-        print(
-            f"{label(cells)}: "
-            f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms  {errors}{beside}",
-            flush=True,
-        )
+        times = f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms"
+        print(f"{label(cells)}: {times}  {errors}{beside}", flush=True)
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
-    summarize(rows)
+    _summarize(rows)
     if stored:
         commits = ", ".join(sorted({cells["commit"] for cells in stored.values()}))
         print(f"as predicted at {commits}: {len(then)} of {len(rows)} rows, {changed} differ from today's")
     if changed:
-        summarize(then)
+        _summarize(then)
 
 
-def over_measured(values: dict[str, float], cells: Cells) -> dict[str, float]:
-    """Return predicted ``values`` divided by the measured ones of a row."""
+def _over_measured(values: dict[str, float], cells: Cells) -> dict[str, float]:
     return {name: value / float(cells[MEASURES[name]]) for name, value in values.items()}
 
 
-def summarize(rows: list[Row]) -> None:
+def _summarize(rows: list[Row]) -> None:
     """Print the errors of gains, and of each measure."""
-    for name, base in (("speed", "fp32"), ("speed", "tf32"), ("memory", "fp32")):
-        errors = gains(rows, "throughput" if name == "speed" else "allocated", base)
-        print(f"{name} of 16 bits over {base}: {said(errors)} of {len(errors)} pairs")
+    for what, base in (("speed", "fp32"), ("speed", "tf32"), ("memory", "fp32")):
+        errors = _gains(rows, "throughput" if what == "speed" else "allocated", base)
+        print(f"{what} of 16 bits over {base}: {said(errors)} of {len(errors)} pairs")
     for name in MEASURES:
         print(f"{name}: {said([100 * (ratios[name] - 1) for _, ratios in rows])} of {len(rows)} rows")
 
 
-def gains(rows: list[Row], measure: str, base: str) -> list[float]:
+def _gains(rows: list[Row], measure: str, base: str) -> list[float]:
     """Return the errors in percent of predicted ratios of 16 bits over ``base``, both channels-first."""
     groups: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for cells, ratios in rows:
         if cells["channels_last"] == "False":
-            groups[tuple(cells[key] for key in _SETTING)][cells["policy"]] = ratios[measure]
-    return [
-        100 * (group[half] / group[base] - 1)
-        for group in groups.values()
-        for half in ("bf16", "fp16")
-        if half in group and base in group
-    ]
+            groups[tuple(cells[key] for key in ("model", "size", "batch", "gpu"))][cells["policy"]] = ratios[measure]
+    pairs = [(group, half) for group in groups.values() for half in ("bf16", "fp16")]
+    return [100 * (group[half] / group[base] - 1) for group, half in pairs if half in group and base in group]
 
 
-def said(errors: list[float]) -> str:
+def said(errors: Sequence[float]) -> str:
     """Return the mean, the median, the 90th percentile and the bias of errors in words."""
     if not errors:
         return "nothing"

@@ -1,14 +1,12 @@
-"""Rows of measurements in CSV files, gzipped where the name ends in ``.gz``, and the loop that measures until its time is over.
-
-For scripts that are copied to another machine: needs the standard library only, not Mezzo.
-"""
+"""Rows of measurements in CSV files, gzipped where the name ends in ``.gz``, and the loop that measures until its time is over."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -30,23 +28,29 @@ def continued(path: Path) -> Iterator[Cells]:
         yield from read(path)
 
 
-def append(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
-    """Add rows to a file; a new one begins with ``names``."""
-    _write(path, rows, names, "a")
+def append(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], *, mode: str = "a") -> None:
+    """Add rows to a file, each as soon as it is available; a new one begins with ``names``."""
+    is_new = mode == "w" or not path.exists() or path.stat().st_size == 0
+    with _opened(path, mode) as file:
+        writer = csv.DictWriter(file, list(names), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow(row)
+            file.flush()
 
 
-def write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
-    """Write rows to a new file, each as soon as it is available."""
-    _write(path, rows, names, "w")
+write = partial(append, mode="w")
+"""Write rows to a new file."""
 
 
-def until(limit_s: float, cases: Iterable[T], label: Callable[[T], str]) -> Iterator[T]:
+def until(limit_s: float, cases: Iterable[T]) -> Iterator[T]:
     """Yield cases; none begins that would end later than ``limit_s`` seconds from now if it took as long as the longest so far."""
     begin, longest = time.monotonic(), 0.0
     for case in cases:
         at = time.monotonic()
         if at - begin + longest > limit_s:
-            print(f"the time is over before {label(case)}", flush=True)
+            print(f"the time is over before {case}", flush=True)
             return
         yield case
         longest = max(longest, time.monotonic() - at)
@@ -56,14 +60,3 @@ def _opened(path: Path, mode: str) -> TextIO:
     if path.suffix == ".gz":
         return gzip.open(path, f"{mode}t", encoding="utf-8", newline="")  # type: ignore[return-value]
     return path.open(mode, encoding="utf-8", newline="")  # type: ignore[return-value]
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], mode: str) -> None:
-    is_new = mode == "w" or not path.exists() or path.stat().st_size == 0
-    with _opened(path, mode) as file:
-        writer = csv.DictWriter(file, list(names), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow(row)
-            file.flush()

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.shared import RESULTS
-from mezzo.measure.environment import environment
 
 Row = tuple[str, str, str]
 """What was measured, the result, and the target."""
@@ -134,7 +133,15 @@ def write(path: Path, rows: list[Row], facts: Mapping[str, Any]) -> None:
 
 def surroundings(device: str) -> dict[str, Any]:
     """Return the environment of measurements on a device; for a GPU this calls the driver."""
+    from mezzo.measure.environment import environment  # programs that measure torch alone do without Mezzo
+
     return environment(device).model_dump(exclude=OF_ONE_MACHINE)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) + "\n"
 
 
 def with_table(page: str, begin: str, end: str, table: str) -> str:

@@ -62,14 +62,14 @@ class Served:
         self._process.start()
         theirs.close()  # so that the connection ends with the process
 
-    def answer(self) -> Any:
+    def answer(self, limit_s: float = SLOWEST_S) -> Any:
         """Return the next answer.
 
         Raises:
             NoAnswerError: the process failed, ended, or takes too long.
         """
-        if not self._line.poll(SLOWEST_S):
-            raise NoAnswerError(f"no answer within {SLOWEST_S:.0f} s")
+        if not self._line.poll(limit_s):
+            raise NoAnswerError(f"no answer within {limit_s:.0f} s")
         try:
             kind, value = self._line.recv()
         except EOFError:
@@ -96,7 +96,7 @@ class Served:
             self._process.join(10)
 
 
-def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
+def answer_of(call: Callable[[], Any], *, start: str = "fork", limit_s: float = SLOWEST_S) -> Any:
     """Return the result of ``call``, run in a separate process.
 
     Raises:
@@ -104,7 +104,7 @@ def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
     """
     process = Served(start, _call, call)
     try:
-        return process.answer()
+        return process.answer(limit_s)
     finally:
         process.close()
 

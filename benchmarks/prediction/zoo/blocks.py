@@ -1,9 +1,9 @@
 """Blocks that the model zoos' networks share: ResNets as detectors train them, feature pyramids, convolutions with their norms.
 
-mmdetection's ResNet (``mmdet/models/backbones/resnet.py``): stem and first stage are frozen and save nothing for a backward pass. Every batch
-normalisation uses its stored statistics; its weights are trained ("pytorch" style) or not ("caffe" style, where the first convolution of a
-block has the stride). detectron2's frozen ones are a product and a sum (``detectron2/layers/batch_norm.py``), and save only what the
-next operation needs.
+mmdetection's ResNet (``mmdet/models/backbones/resnet.py``): stem and first stage are frozen and save nothing for a backward pass. Every
+batch normalisation uses its stored statistics; its weights are trained ("pytorch" style) or not ("caffe" style, where the first
+convolution of a block has the stride). detectron2's frozen ones are a product and a sum (``detectron2/layers/batch_norm.py``), and save
+only what the next operation needs.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A ResNet or ResNeXt that returns the results of its stages.
 
-    ``style`` is "pytorch", "caffe" or "detectron2"; ``width`` that of the first stage's windows, all groups together; a ``dilated`` last stage
-    keeps the resolution (detectron2's DC5).
+    ``style`` is "pytorch", "caffe" or "detectron2"; ``width`` that of the first stage's windows, all groups together; a ``dilated`` last
+    stage keeps the resolution (detectron2's DC5).
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ResNet(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """A feature pyramid (mmdetection's ``necks/fpn.py``): lateral and output convolutions, nearest neighbours downwards, extra levels above.
+    """A feature pyramid (mmdetection's ``necks/fpn.py``): lateral and output convolutions, nearest neighbours downwards.
 
     The levels above are a pool of the last one, or with ``convolved`` two convolutions over the last feature.
     """

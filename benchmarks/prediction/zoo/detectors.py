@@ -1,14 +1,14 @@
 """Detectors of boxes as three libraries train them: mmdetection 2, mmrotate 0.x and detectron2's baselines of 2019.
 
-mmdetection (``configs/_base_/models``, ``configs/swin``): two pictures of 1333x800, padded to multiples of 32. A proposal network passes 2,000
-regions of an image on, of which 512 are sampled, 128 of them on objects; masks are predicted for these.
+mmdetection (``configs/_base_/models``, ``configs/swin``): two pictures of 1333x800, padded to multiples of 32. A proposal network passes
+2,000 regions of an image on, of which 512 are sampled, 128 of them on objects; masks are predicted for these.
 
-mmrotate (``configs``): DOTA's tiles of 1024x1024. The proposal networks compute overlaps with horizontal boxes, whose temporaries are 36 bytes
-for each pair of an anchor and a box; a tile has hundreds of boxes, so these are the peak of a run. The others use a kernel for
+mmrotate (``configs``): DOTA's tiles of 1024x1024. The proposal networks compute overlaps with horizontal boxes, whose temporaries are 36
+bytes for each pair of an anchor and a box; a tile has hundreds of boxes, so these are the peak of a run. The others use a kernel for
 rotated boxes, which has no temporaries.
 
-detectron2 (``MODEL_ZOO.md``): a ResNet whose normalisations are frozen to a product and a sum, and three ways to use it: C4 pools regions from
-the fourth stage and computes the fifth for each, DC5 keeps the fifth at a sixteenth of the resolution, FPN has a pyramid.
+detectron2 (``MODEL_ZOO.md``): a ResNet whose normalisations are frozen to a product and a sum, and three ways to use it: C4 pools regions
+from the fourth stage and computes the fifth for each, DC5 keeps the fifth at a sixteenth of the resolution, FPN has a pyramid.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Build = Callable[[], nn.Module]
 
 
 class Dense(nn.Module):
-    """RetinaNet: a dense head on a pyramid that begins at an eighth of the resolution; ``numbers`` describe a box, 5 of them a rotated one."""
+    """RetinaNet: a dense head on a pyramid from an eighth of the resolution; ``numbers`` describe a box, 5 of them a rotated one."""
 
     def __init__(self, body: nn.Module, *, classes: int = COCO, numbers: int = 4) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class _Pooled(nn.Module):
 
 
 class _Yolo(nn.Module):
-    """A size with three levels (``P5``) or four (``P6``): boxes, objectness and classes of each level, separately as the loss needs them."""
+    """A size with three levels (``P5``) or four (``P6``): boxes, objectness and classes of each, separately as the loss needs them."""
 
     def __init__(self, letter: str, arch: str, classes: int) -> None:
         super().__init__()
