@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.scripts.public_scripts import cuda_scripts, framework_scripts
-from benchmarks.scripts.public_scripts.outcomes import cell, table
+from benchmarks.scripts.public_scripts.outcomes import cell
 from benchmarks.scripts.public_scripts.resuming import resumed_outcome
-from benchmarks.scripts.public_scripts.scripts import SCRIPTS, Script
-from benchmarks.shared import options
+from benchmarks.scripts.public_scripts.scripts import HERE, SCRIPTS, Script
+from benchmarks.shared import ROOT, options
+from benchmarks.shared.harness import table
 from mezzo.errors import MezzoError
 from mezzo.records import read_record
 
@@ -37,8 +37,6 @@ COMMANDS = {
 }
 UNLESS_NAMED = ("check", "watch", "ranges", "fallback", "resume")
 """Commands that run only if ``--commands`` names them."""
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LIMIT_S = 900
 
 
@@ -56,21 +54,14 @@ def clone(script: Script, clones: Path) -> Path:
 
 def variables(script: Script) -> dict[str, str]:
     """Return the environment of a run: the stand-ins, Mezzo's source, one thread, no window, and the script's own variables."""
-    paths = [
-        str(HERE / "standins"),
-        str(ROOT / "src"),
-        script.variables.get("PYTHONPATH", ""),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    paths = [HERE / "standins", ROOT / "src", script.variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     own = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **script.variables}
-    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
 
 
 def line(script: Script, command: str) -> str:
     """Return the words after ``mezzo``."""
-    where = "." if script.folder is None else script.where
-    file = os.path.relpath(script.file, script.where or ".") if where != "." else Path(script.file).name
-    return f"{COMMANDS[command]} {shlex.quote(file)} {script.arguments}".strip()
+    return f"{COMMANDS[command]} {shlex.quote(os.path.relpath(script.file, script.where))} {script.arguments}".strip()
 
 
 def outcome(script: Script, command: str, repository: Path, results: Path) -> str:
@@ -80,39 +71,23 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
     with tempfile.TemporaryDirectory() as folder_of_sandboxes:
         sandbox = Path(folder_of_sandboxes, "files")
         sandbox.mkdir()
-        archive = [
-            "git",
-            "-C",
-            repository,
-            "archive",
-            script.commit,
-            script.where or ".",
-            f":(exclude){script.leave_out}",
-        ]
+        archive = ["git", "-C", repository, "archive", script.commit, script.where, f":(exclude){script.leave_out}"]
         files = subprocess.run(archive, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", sandbox], input=files, check=True)
-        folder = Path(sandbox, script.where)
-        script.data(folder)
-        environment = variables(script)
+        folder, environment = Path(sandbox, script.where), variables(script)
+        if script.data is not None:
+            script.data(folder)
         if script.prepare:
-            subprocess.run(
-                [sys.executable, script.prepare], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
-            )
+            words = [sys.executable, script.prepare]
+            subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         verb, *rest = shlex.split(line(script, command))
         words = [sys.executable, "-m", "mezzo", verb, "--out", str(results), *rest]
         if command == "resume":
             return resumed_outcome(words, sandbox, folder, environment, results)
         with (results / "output.txt").open("w", encoding="utf-8") as log:
+            own = {"cwd": folder, "env": environment, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
             try:
-                done = subprocess.run(
-                    words,
-                    cwd=folder,
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    timeout=LIMIT_S,
-                )
+                done = subprocess.run(words, timeout=LIMIT_S, check=False, **own)  # type: ignore[call-overload]
             except subprocess.TimeoutExpired:
                 return f"stopped after {LIMIT_S} s"
     try:
@@ -132,23 +107,16 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--only", default="", help="a pattern for repository, file and arguments")
     usual = ",".join(name for name in COMMANDS if name not in UNLESS_NAMED)
     parser.add_argument("--commands", default=usual, help=f"some of {', '.join(COMMANDS)} (default: %(default)s)")
-    parser.add_argument(
-        "--results", type=Path, default=Path("runs/public-scripts"), help="where records go (default: %(default)s)"
-    )
+    results = Path("runs/public-scripts")
+    parser.add_argument("--results", type=Path, default=results, help="where records go (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the command lines and run nothing")
     asked = parser.parse_args(argv)
-    chosen = [
-        script
-        for script in [*SCRIPTS, *cuda_scripts.SCRIPTS, *framework_scripts.SCRIPTS]
-        if re.search(asked.only, script.name)
-    ]
+    chosen = [script for script in SCRIPTS if re.search(asked.only, script.name)]
     commands = asked.commands.split(",")
     if asked.list:
         for script in chosen:
-            print(
-                f"{script.repository}@{script.commit[:10]} in {script.where or '.'}: mezzo {line(script, commands[0])}"
-            )
+            print(f"{script.repository}@{script.commit[:10]} in {script.where}: mezzo {line(script, commands[0])}")
         return
 
     # Before the threads start: several scripts share a repository.
@@ -164,4 +132,9 @@ def main(argv: Sequence[str] = ()) -> None:
     with ThreadPoolExecutor(asked.jobs) as pool:
         rows = list(pool.map(row, chosen))
     (asked.results / "outcomes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (asked.results / "outcomes.md").write_text(table(rows, ("script", *commands)), encoding="utf-8")
+    cells = ([row[name].replace("|", "\\|") for name in ("script", *commands)] for row in rows)
+    (asked.results / "outcomes.md").write_text(table(("script", *commands), cells), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

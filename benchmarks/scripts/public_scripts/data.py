@@ -1,11 +1,14 @@
-"""Small generated files in the formats that public scripts read, so that nothing is downloaded."""
+"""Small generated files in the formats that public scripts read, so that nothing is downloaded; ``scripts.csv`` names these functions."""
 
 from __future__ import annotations
 
+import datetime
+import math
 import random
+import subprocess
 from pathlib import Path
 
-WORDS = (
+WORDS = [
     "the",
     "a",
     "sun",
@@ -22,10 +25,10 @@ WORDS = (
     "near",
     "far",
     "old",
-)
+]
 
 
-def text(path: Path, *, num_lines: int) -> None:
+def text(path: Path, num_lines: int) -> None:
     """Write lines of eight words: every second word follows from the one before, so that there is something to learn."""
     draw = random.Random(0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,7 @@ def text(path: Path, *, num_lines: int) -> None:
             file.write(" ".join(f"{WORDS[i]} {WORDS[i * 7 % len(WORDS)]}" for i in first) + "\n")
 
 
-def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", masks: bool = False) -> None:
+def images(folder: Path, *, count: int, side: int = 64, suffix: str = "jpg", masks: bool = False) -> None:
     """Write RGB images of a bright disc on noise, named by number; with ``masks`` the disc alone, 0 and 255."""
     import numpy
     from PIL import Image
@@ -52,43 +55,49 @@ def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", masks: b
         Image.fromarray(array).convert("L" if masks else "RGB").save(folder / f"{number:03}.{suffix}")
 
 
-def none(folder: Path) -> None:
-    """Write nothing: the script contains or generates its own data."""
-
-
 def corpus(folder: Path) -> None:
     """Write the three texts of a word-level language model."""
     for name, num_lines in (("train", 400), ("valid", 40), ("test", 40)):
-        text(folder / "data" / "wikitext-2" / f"{name}.txt", num_lines=num_lines)
+        text(folder / f"data/wikitext-2/{name}.txt", num_lines)
+
+
+def penn_treebank(folder: Path) -> None:
+    """Write the three texts of a word-level language model in the folder of the Penn Treebank."""
+    for name, num_lines in (("train", 300), ("valid", 40), ("test", 10)):
+        text(folder / f"data/penn/{name}.txt", num_lines)
 
 
 def shakespeare(folder: Path) -> None:
     """Write the text of nanoGPT's character-level example."""
-    text(folder / "data" / "shakespeare_char" / "input.txt", num_lines=400)
-
-
-def words(folder: Path) -> None:
-    """Write the text of the tutorial on language models."""
-    text(folder / "data" / "train.txt", num_lines=300)
+    text(folder / "data/shakespeare_char/input.txt", 400)
 
 
 def segmentation(folder: Path) -> None:
     """Write images and masks of one disc each."""
-    images(folder / "data" / "imgs", count=24, side=64)
-    images(folder / "data" / "masks", count=24, side=64, suffix="png", masks=True)
+    images(folder / "data/imgs", count=24)
+    images(folder / "data/masks", count=24, suffix="png", masks=True)
 
 
 def super_resolution(folder: Path) -> None:
     """Write BSDS300's folders, with 24 images for training and 8 for tests."""
-    images(folder / "dataset" / "BSDS300" / "images" / "train", count=24, side=300)
-    images(folder / "dataset" / "BSDS300" / "images" / "test", count=8, side=300)
+    for split, count in (("train", 24), ("test", 8)):
+        images(folder / "dataset/BSDS300/images" / split, count=count, side=300)
 
 
 def image_folders(folder: Path) -> None:
     """Write a folder of images a class, two classes, for training and for validation."""
     for split, count in (("train", 32), ("val", 8)):
-        images(folder / "images" / split / "disc", count=count, side=64)
-        images(folder / "images" / split / "mask", count=count, side=64, suffix="png", masks=True)
+        _classes(folder / "images" / split, count)
+
+
+def few_image_folders(folder: Path) -> None:
+    """Write two classes of six images for training."""
+    _classes(folder / "images/train", 6)
+
+
+def _classes(folder: Path, count: int) -> None:
+    images(folder / "disc", count=count)
+    images(folder / "mask", count=count, suffix="png", masks=True)
 
 
 def citations(folder: Path) -> None:
@@ -107,18 +116,6 @@ def citations(folder: Path) -> None:
             file.writelines(f"{paper + 1}\t{other + 1}\n" for other in same[:3])
 
 
-def penn_treebank(folder: Path) -> None:
-    """Write the three texts of a word-level language model in the folder of the Penn Treebank."""
-    for name, num_lines in (("train", 300), ("valid", 40), ("test", 10)):
-        text(folder / "data" / "penn" / f"{name}.txt", num_lines=num_lines)
-
-
-def few_image_folders(folder: Path) -> None:
-    """Write two classes of six images for training."""
-    images(folder / "images" / "train" / "disc", count=6, side=64)
-    images(folder / "images" / "train" / "mask", count=6, side=64, suffix="png", masks=True)
-
-
 def characters(folder: Path) -> None:
     """Write Omniglot's array: 1,220 characters, 20 drawings of each, which are its pattern under noise."""
     import numpy
@@ -133,8 +130,7 @@ def knowledge_graph(folder: Path) -> None:
     """Write 600 triples over 60 entities: each of four relations leads a fixed distance around a circle."""
     graph = folder / "triples"
     graph.mkdir()
-    names = (("entities", "e", 60), ("relations", "r", 4))
-    for kind, letter, count in names:
+    for kind, letter, count in (("entities", "e", 60), ("relations", "r", 4)):
         (graph / f"{kind}.dict").write_text("".join(f"{i}\t{letter}{i}\n" for i in range(count)), encoding="utf-8")
     draw = random.Random(0)
     for split, count in (("train", 600), ("valid", 20), ("test", 20)):
@@ -145,14 +141,15 @@ def knowledge_graph(folder: Path) -> None:
 
 def hourly_series(folder: Path) -> None:
     """Write ETT's table: 20 months of hours, seven noisy sines of a day or longer."""
-    import datetime
-    import math
-
-    draw, hours = random.Random(0), 20 * 30 * 24
-    start = datetime.datetime(2016, 7, 1)
+    draw, start = random.Random(0), datetime.datetime(2016, 7, 1)
     (folder / "data" / "ETT").mkdir(parents=True)
     with (folder / "data" / "ETT" / "ETTh1.csv").open("w", encoding="utf-8") as file:
         file.write("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n")
-        for hour in range(hours):
+        for hour in range(20 * 30 * 24):
             values = (math.sin(2 * math.pi * hour / (24 * k)) + 0.3 * draw.gauss(0, 1) for k in range(1, 8))
             file.write(f"{start + datetime.timedelta(hours=hour)},{','.join(f'{value:.4f}' for value in values)}\n")
+
+
+def own_images(folder: Path) -> None:
+    """Unpack the images that are in the repository."""
+    subprocess.run(["tar", "-x", "-f", "test_images/lite_data.tar"], cwd=folder, check=True)

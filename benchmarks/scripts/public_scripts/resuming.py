@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class _Lives:
                 time.sleep(0.02)
             ended = process.poll()
             for one in _descendants(process.pid):
-                _kill(one)
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
             process.wait()
             return -signal.SIGKILL if ended is None else ended
 
@@ -127,13 +129,6 @@ def _descendants(process: int) -> list[int]:
     for one in found:
         found += [child for child, parent in pairs if parent == one]
     return found
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _said(path: Path) -> str:

@@ -35,15 +35,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer that knows ``WORDS``."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        eos_token="[EOS]",
-    )
+    special = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def sentences(count: int) -> list[str]:
