@@ -12,27 +12,10 @@ from typing import NamedTuple
 from benchmarks.shared import options
 
 HERE = Path(__file__).parent
-BENCH = [
-    "agreement",
-    "emulation",
-    "session_overhead",
-    "ddp_overhead",
-    "state_bytes",
-    "host_time",
-    "startup",
-    "optimizers",
-    "low_memory",
-    "float64",
-    "paper",
-    "whole_step",
-    "audit",
-    "ranges",
-    "diagnose",
-    "snapshots",
-    "watching",
-    "trainers",
-    "machine_code",
-]
+BENCH = (
+    "agreement emulation session_overhead ddp_overhead state_bytes host_time startup optimizers low_memory float64 paper whole_step audit "
+    "ranges diagnose snapshots watching trainers machine_code"
+).split()
 """``bench`` runs these: all that run with CI's packages and without a GPU, in some ten minutes."""
 
 

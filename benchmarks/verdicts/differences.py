@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -43,11 +43,10 @@ def rates(effort: float) -> list[Rate]:
     num, found = max(200, int(10_000 * effort)), []
     for noise, num_seeds in itertools.product(("normal", "heavy", "skewed"), SEEDS):
         for verdict in ("equivalent", "different"):
-            share, made = worst(
-                _settings(noise, num_seeds), lambda s, n, seed, v=verdict: share_of(s, v, num=n, seed=seed), num=num
-            )
             what = f"{verdict} at the margin, {num_seeds} seeds, {noise} noise"
-            found.append(Rate(what=what, share=share, num=made, most=None if noise == "skewed" else 0.05))
+            most = None if noise == "skewed" else 0.05
+            share = partial(share_of, verdict=verdict)
+            found.append(worst(what, _settings(noise, num_seeds), share, num=num, most=most))
     for num_seeds in SEEDS:
         setting = Setting("normal", num_seeds, 5.0, 1.0, 1, at=0.0)
         share = share_of(setting, "equivalent", num=10 * num, seed=0)

@@ -8,24 +8,7 @@ import random
 import subprocess
 from pathlib import Path
 
-WORDS = [
-    "the",
-    "a",
-    "sun",
-    "moon",
-    "river",
-    "hill",
-    "tree",
-    "bird",
-    "sings",
-    "falls",
-    "shines",
-    "over",
-    "under",
-    "near",
-    "far",
-    "old",
-]
+WORDS = "the a sun moon river hill tree bird sings falls shines over under near far old".split()
 
 
 def text(path: Path, num_lines: int) -> None:

@@ -1,7 +1,7 @@
 """The public scripts of docs/public-scripts.md: where each one is, and the arguments with which it ends within seconds.
 
-``scripts.csv`` has them by kind: ``cpu``; ``cuda``, which say CUDA where no GPU is; ``framework``, Keras and Paddle scripts, which run with the
-interpreter that runs the benchmark. ``commits.csv`` has the commit of each repository.
+``scripts.csv`` has them by kind: ``cpu``; ``cuda``, which say CUDA where no GPU is; ``framework``, Keras and Paddle scripts, which run
+with the interpreter that runs the benchmark. ``commits.csv`` has the commit of each repository.
 
 Why a script has its variables: two guides of Keras validate on 10,000 training images. vicreg needs what torchrun sets for one process.
 SupContrast's tensorboard_logger has generated code of an old protobuf. awd-lstm-lm loads a pickled model, as torch allowed until 2.5.

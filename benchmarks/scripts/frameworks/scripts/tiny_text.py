@@ -6,28 +6,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "tree",
-    "house",
-    "river",
-    "sees",
-    "likes",
-    "finds",
-    "hears",
-    "big",
-    "small",
-    "red",
-    "blue",
-    "old",
-    "new",
-    "and",
-    ".",
-]
+WORDS = "the a cat dog bird tree house river sees likes finds hears big small red blue old new and .".split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
