@@ -15,7 +15,8 @@ from torch import nn
 
 import mezzo
 from benchmarks.shared.harness import interleave, median_ms, ratio, report, spread, summary
-from benchmarks.speed.optimizers import one_pass, resnet50
+from benchmarks.shared.models import resnet50_shapes
+from benchmarks.speed.optimizers import one_pass
 
 SEEDS, STEPS, LR = 4, 400, 3e-3
 CASES = [
@@ -46,7 +47,7 @@ def main() -> None:
         rows.append((f"{what}: bytes a parameter", f"{ends[0][1]:.2f}", target))
         rows.append((f"{what}: final loss against FP32", spread(against), ""))
         data[what] = {"bytes_a_parameter": ends[0][1], "loss_against_fp32": against}
-    pieces = {moments: one_pass(resnet50(), None, moments=moments) for moments in ("fp32", "bf16", "8bit")}
+    pieces = {moments: one_pass(resnet50_shapes(), None, moments=moments) for moments in ("fp32", "bf16", "8bit")}
     times = interleave(pieces, rounds=7)
     for moments in ("bf16", "8bit"):
         what = f"AdamW on 25.6 M FP16 weights with masters, moments={moments}: time against FP32 moments"

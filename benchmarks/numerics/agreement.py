@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 import mezzo
 from benchmarks.shared.harness import report
-from benchmarks.shared.loops import Loop, LossOf, step_by_hand, step_of_a_session
-from benchmarks.shared.models import digits_cnn, mlp
+from benchmarks.shared.loops import repeated, step_by_hand, step_of_a_session
+from benchmarks.shared.models import LossOf, digits_cnn, mlp
 
 TRAJECTORIES, UPDATES, STEPS, LR = 10_000, 16, 50, 1e-3
 
@@ -45,7 +46,8 @@ Build = Callable[[], tuple[nn.Module, LossOf]]
 def weights_by_hand(build: Build, dtype: torch.dtype, clip: float | None) -> list[Tensor]:
     """Return weights and buffers after 50 steps of the hand-written loop."""
     model, loss_of = build()
-    return _trained(model, step_by_hand(model, loss_of, dtype, clip, lr=LR))
+    repeated(step_by_hand(model, loss_of, dtype, clip, lr=LR), STEPS)()
+    return list(model.state_dict().values())
 
 
 def weights_of_a_session(build: Build, policy: str, clip: float | None) -> list[Tensor]:
@@ -53,12 +55,7 @@ def weights_of_a_session(build: Build, policy: str, clip: float | None) -> list[
     model, loss_of = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     session = mezzo.Session(model, optimizer, policy=f"{policy}:op_lists=device:arithmetic=native", clip_norm=clip)
-    return _trained(model, step_of_a_session(model, loss_of, session))
-
-
-def _trained(model: nn.Module, step: Loop) -> list[Tensor]:
-    for _ in range(STEPS):
-        step()
+    repeated(step_of_a_session(model, loss_of, session), STEPS)()
     return list(model.state_dict().values())
 
 
@@ -68,12 +65,12 @@ def main() -> None:
     same = sum(same_trajectory(draw) for _ in range(TRAJECTORIES))
     what = f"loss scales equal to torch.amp.GradScaler's after each of {UPDATES} updates, random settings and overflows"
     rows = [(what, f"{same:,} of {TRAJECTORIES:,}", "all")]
-    for name, build in (("MLP", mlp), ("digits CNN", digits_cnn)):
-        for policy, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-            for clip in (None, 0.1):
-                theirs = weights_by_hand(build, dtype, clip)
-                ours = weights_of_a_session(build, policy, clip)
-                equal = sum(bool(torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
-                what = f"{name}, {policy}{', clipping' if clip else ''}: tensors bit-identical after {STEPS} steps of the hand-written loop"
-                rows.append((what, f"{equal} of {len(theirs)}", "all"))
+    formats = (("fp16", torch.float16), ("bf16", torch.bfloat16))
+    for (name, build), (policy, dtype), clip in product(
+        (("MLP", mlp), ("digits CNN", digits_cnn)), formats, (None, 0.1)
+    ):
+        theirs, ours = weights_by_hand(build, dtype, clip), weights_of_a_session(build, policy, clip)
+        equal = sum(bool(torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
+        what = f"{name}, {policy}{', clipping' if clip else ''}: tensors bit-identical after {STEPS} steps of the hand-written loop"
+        rows.append((what, f"{equal} of {len(theirs)}", "all"))
     report("agreement", rows, {})

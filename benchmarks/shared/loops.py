@@ -11,11 +11,23 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from benchmarks.shared.models import mlp
+from benchmarks.shared.models import LossOf, mlp
 
 STEPS, LR = 30, 1e-4
 Loop = Callable[[], None]
-LossOf = Callable[[nn.Module], Tensor]
+
+
+def plain_step(model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer, clip: float | None = None) -> Loop:
+    """Return a step in FP32."""
+
+    def step() -> None:
+        loss_of(model).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def step_by_hand(
@@ -24,7 +36,7 @@ def step_by_hand(
     """Return a step of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them; without a dtype plain FP32."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     if dtype is None:
-        return _plain_step(model, loss_of, optimizer, clip)
+        return plain_step(model, loss_of, optimizer, clip)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
 
     def step() -> None:
@@ -36,17 +48,6 @@ def step_by_hand(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _plain_step(model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer, clip: float | None) -> Loop:
-    def step() -> None:
-        loss_of(model).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
         optimizer.zero_grad()
 
     return step
@@ -75,24 +76,24 @@ def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None)
     return repeated(step_of_a_session(model, loss_of, session))
 
 
-def repeated(step: Loop) -> Loop:
-    """Return 30 steps."""
+def repeated(step: Loop, num: int = STEPS) -> Loop:
+    """Return so many steps."""
 
     def run() -> None:
-        for _ in range(STEPS):
+        for _ in range(num):
             step()
 
     return run
 
 
-def profile(run: Loop) -> pstats.Stats:
-    """Return where the calls of a loop go, after one run to warm up."""
-    run()
+def calls_of(run: Callable[[], Any]) -> int:
+    """Return the Python and C calls of a run."""
     watch = cProfile.Profile()
     watch.runcall(run)
-    return pstats.Stats(watch)
+    return pstats.Stats(watch).total_calls  # type: ignore[attr-defined,no-any-return]
 
 
 def calls_a_step(run: Loop) -> float:
-    """Return the Python and C calls of one step."""
-    return profile(run).total_calls / STEPS  # type: ignore[attr-defined,no-any-return]
+    """Return the calls of one of 30 steps, after one run to warm up."""
+    run()
+    return calls_of(run) / STEPS

@@ -102,7 +102,7 @@ def answer_of(call: Callable[[], Any], *, start: str = "fork", limit_s: float = 
     Raises:
         NoAnswerError: it failed there.
     """
-    process = Served(start, _call, call)
+    process = Served(start, answered, call)
     try:
         return process.answer(limit_s)
     finally:
@@ -153,7 +153,8 @@ def _answering(line: Connection, serve: Callable[..., None], *arguments: Any) ->
         line.send(("failed", f"{type(error).__name__} at {where}: {str(error)[:600]}"))
 
 
-def _call(line: Connection, call: Callable[[], Any]) -> None:
+def answered(line: Connection, call: Callable[[], Any]) -> None:
+    """Answer with the result of ``call``."""
     line.send(("answer", call()))
 
 

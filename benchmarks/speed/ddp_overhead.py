@@ -9,12 +9,10 @@ medians. The hand-written loop against itself shows the smallest difference that
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +24,9 @@ import mezzo
 from benchmarks.shared.harness import BUILDS, over_builds, report
 from benchmarks.shared.loops import LR, STEPS, Loop, calls_a_step, repeated, step_by_hand, step_of_a_session
 from benchmarks.shared.models import mlp
+from benchmarks.shared.processes import Served, answered
 
-PAIRS, WORLD = 12, 2
+PAIRS, WORLD, LIMIT_S = 12, 2, 3600.0
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 
 
@@ -50,12 +49,12 @@ def main() -> None:
     """Measure with and without clipping in three formats, the same torch optimizer on both sides."""
     torch.set_num_threads(1)  # as in the processes that measure
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.speed.ddp_overhead", folder]
-        started = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise SystemExit("a process failed")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
+        started = [Served("spawn", answered, partial(_rank, Path(folder, "rendezvous"), rank)) for rank in range(WORLD)]
+        try:
+            found = [process.answer(LIMIT_S) for process in started]
+        finally:
+            for process in started:
+                process.close()
     rows, data = [], {}
     for what, setting in SETTINGS.items():
         one = joined([of_rank[what] for of_rank in found])
@@ -101,9 +100,8 @@ def _loops(setting: Setting, *, session_first: bool) -> list[Loop]:
 
     def by_hand() -> Loop:
         model, loss_of = mlp()
-        return repeated(
-            step_by_hand(DistributedDataParallel(model), loss_of, DTYPES[setting.policy], setting.clip, lr=LR)
-        )
+        wrapped = DistributedDataParallel(model)
+        return repeated(step_by_hand(wrapped, loss_of, DTYPES[setting.policy], setting.clip, lr=LR))
 
     def with_session() -> Loop:
         bare, loss_of = mlp()
@@ -113,9 +111,8 @@ def _loops(setting: Setting, *, session_first: bool) -> list[Loop]:
         session = mezzo.Session(model, optimizer, policy=policy, clip_norm=setting.clip)
         return repeated(step_of_a_session(model, loss_of, session))
 
-    second = by_hand if setting.second == "hand" else with_session
-    built = [build() for build in ((second, by_hand) if session_first else (by_hand, second))]
-    return built[::-1] if session_first else built
+    order = -1 if session_first else 1
+    return [build() for build in (by_hand, by_hand if setting.second == "hand" else with_session)[::order]][::order]
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
@@ -152,13 +149,9 @@ def collectives_a_step(run: Loop) -> float:
     return sum(event.name.startswith("gloo:") for event in profile.events() or ()) / STEPS
 
 
-def _rank(folder: Path, rank: int) -> None:
+def _rank(rendezvous: Path, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     found = {what: _measured(setting) for what, setting in SETTINGS.items()}
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), int(sys.argv[2]))
+    return found

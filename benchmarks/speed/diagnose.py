@@ -16,44 +16,34 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.shared.harness import interleave, median_ms, ratio, report, spread
-from benchmarks.speed.audit import small_gpt, small_resnet
+from benchmarks.shared.loops import plain_step, repeated
+from benchmarks.shared.models import LossOf, small_models
 from mezzo.launch.torch import switched
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 
-ROUNDS = 75
-STEPS = 3
-DEEP = 600
+ROUNDS, STEPS, DEEP = 75, 3, 600
 NEVER = 10**9
+INSPECTED = "a step whose operations are inspected"
 
 
 def main() -> None:
-    """Measure a small ResNet and a small GPT."""
+    """Measure a small ResNet and a small GPT, then the deep model."""
     rows, data = [], {}
-    for kind, make in (("ResNet", small_resnet), ("GPT", small_gpt)):
-        model, loss_of = make()
-        name = f"{kind} of {sum(p.numel() for p in model.parameters()) // 1000} thousand weights"
-        steps = _steps(model, loss_of)
+    for name, model, loss_of in small_models():
+        steps = _steps(model, loss_of, STEPS)
         idle = partial(_diagnosed, (NEVER,), steps)
         inspecting = partial(_diagnosed, (*range(1, 4 * STEPS), NEVER), steps)
         times = interleave({"plain": steps, "armed": steps}, rounds=ROUNDS, around={"armed": idle})
-        inspected = interleave(
-            {"plain": steps, "inspected": steps}, rounds=ROUNDS // 5, around={"inspected": inspecting}
-        )
+        pieces = {"plain": steps, "inspected": steps}
+        inspected = interleave(pieces, rounds=ROUNDS // 5, around={"inspected": inspecting})
         share = {key: 100 * (value - 1) for key, value in ratio(times, "armed", "plain").items()}
-        rows += [
-            (f"{name}: armed but idle, beyond a plain step", spread(share, "%"), "3% or less"),
-            (
-                f"{name}: a step whose operations are inspected",
-                spread(ratio(inspected, "inspected", "plain")),
-                "20 or less",
-            ),
-        ]
+        rows.append((f"{name}: armed but idle, beyond a plain step", spread(share, "%"), "3% or less"))
+        rows.append((f"{name}: {INSPECTED}", spread(ratio(inspected, "inspected", "plain")), "20 or less"))
         data[name] = {f"median_ms_of_{STEPS}_steps": {"idle": median_ms(times), "inspecting": median_ms(inspected)}}
     for policy in ("as-is", "bf16", "fp16"):
-        times = _deep_steps(policy)
-        row = f"{DEEP} blocks, 3,000 modules, {policy}: a step whose operations are inspected"
-        rows.append((row, spread(ratio(times, "inspected", "plain")), "20 or less"))
+        text = spread(ratio(_deep_steps(policy), "inspected", "plain"))
+        rows.append((f"{DEEP} blocks, 3,000 modules, {policy}: {INSPECTED}", text, "20 or less"))
     report("diagnose", rows, data)
 
 
@@ -61,7 +51,7 @@ def _deep_steps(policy: str) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), *(_Block() for _ in range(DEEP)), nn.Linear(32, 4))
     images, classes = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    steps = _steps(model, lambda: functional.cross_entropy(model(images), classes), num_steps=1)
+    steps = _steps(model, lambda net: functional.cross_entropy(net(images), classes), 1)
     inspecting = partial(_diagnosed, (*range(1, 8), NEVER), steps, None if policy == "as-is" else Policy.parse(policy))
     return interleave({"plain": steps, "inspected": steps}, rounds=5, around={"inspected": inspecting})
 
@@ -77,16 +67,8 @@ class _Block(nn.Module):
         return added
 
 
-def _steps(model: nn.Module, loss_of: Callable[[], Tensor], *, num_steps: int = STEPS) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def steps() -> None:
-        for _ in range(num_steps):
-            loss_of().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return steps
+def _steps(model: nn.Module, loss_of: LossOf, num: int) -> Callable[[], None]:
+    return repeated(plain_step(model, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-4)), num)
 
 
 @contextmanager

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.harness import interleave, median_ms, ratio, report, spread, summary
-from benchmarks.shared.models import bert_base_shapes
+from benchmarks.shared.models import Shapes, bert_base_shapes, resnet50_shapes
 from mezzo import AdamW, DynamicScale
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import fused
 from mezzo.engine.optimizers import one_pass as module
 from mezzo.engine.optimizers.one_pass import choose
 
-Shapes = list[tuple[int, ...]]
 IDEAL_BYTES = 30
 """Norm: 2 of gradient. Update: read 2 gradient, 4 master, 8 moments; write 4, 8 and 2 of weight."""
 COPIED = 64 * 2**20
@@ -38,7 +37,7 @@ OURS, FUSED = "mezzo.AdamW", "mezzo.AdamW, torch's fused"
 def main() -> None:
     """Measure both lists of tensors."""
     rows, data = [], {}
-    for name, shapes in (("resnet50", resnet50()), ("bert_base", bert_base_shapes())):
+    for name, shapes in (("resnet50", resnet50_shapes()), ("bert_base", bert_base_shapes())):
         count = sum(map(math.prod, shapes))
         pieces = {HAND: hand(shapes), OURS: one_pass(shapes, None), FUSED: one_pass(shapes, fused), COPY: memory_copy()}
         times = interleave(pieces, rounds=ROUNDS[name])
@@ -55,20 +54,6 @@ def main() -> None:
         ]
         data[name] = {"median_ms": took_ms, "parameters": count, "percent_of_copy": reach}
     report("optimizers", rows, {"kernels": choose("cpu")[1], **data})
-
-
-def resnet50() -> Shapes:
-    """Return the 161 shapes of ResNet-50: 25,557,032 parameters."""
-    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
-    before = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions = [(width, before, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            convolutions += [(4 * width, before, 1, 1)] if block == 0 else []
-            for shape in convolutions:
-                shapes += [shape, (shape[0],), (shape[0],)]
-            before = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
 
 
 def _weights(shapes: Shapes) -> list[nn.Parameter]:

@@ -7,12 +7,13 @@ A step is forward, backward and torch's AdamW in FP32. One call counts all gradi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.shared.harness import interleave, median_ms, ratio, report, spread
-from benchmarks.shared.models import digits_cnn, small_transformer
+from benchmarks.shared.models import LossOf, digits_cnn, small_transformer
 from mezzo.engine.kernels import exponents
 
 ROUNDS = 25
@@ -29,30 +30,20 @@ def main() -> None:
         step = _step(model, loss_of)
         step()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        pieces = {
-            "step": step,
-            COUNTED: _count(gradients, exponents.add),
-            FALLBACK: _count(gradients, exponents.reference),
-        }
-        times = interleave(pieces, rounds=ROUNDS)
+        times = interleave({"step": step, **_counters(gradients)}, rounds=ROUNDS)
         what = f"{name}, {sum(g.numel() for g in gradients)} gradients in {len(gradients)} tensors"
         for piece, target in ((COUNTED, TARGET), (FALLBACK, "")):
             share = {key: 100 * value for key, value in ratio(times, piece, "step").items()}
             rows.append((f"{what}: {piece}, share of a step", spread(share, "%"), target))
         data[name] = {"median_ms": median_ms(times)}
     values = [torch.randn(LARGE, generator=torch.Generator().manual_seed(0)) * 1e-3]
-    pieces = {
-        COUNTED: _count(values, exponents.add),
-        FALLBACK: _count(values, exponents.reference),
-        READ: values[0].sum,
-    }
-    times = interleave(pieces, rounds=ROUNDS)
+    times = interleave({**_counters(values), READ: values[0].sum}, rounds=ROUNDS)
     per_element = {piece: time * 1e6 / LARGE for piece, time in median_ms(times).items()}
     rows += [(f"{LARGE} values: {piece}", f"{ns:.2f} ns an element", "") for piece, ns in per_element.items()]
     report("ranges", rows, {"counter": exponents.counter("cpu")[1], "ns_per_element": per_element, **data})
 
 
-def _step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
+def _step(model: nn.Module, loss_of: LossOf) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -63,6 +54,6 @@ def _step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[
     return step
 
 
-def _count(gradients: list[Tensor], add: exponents.CountExponents) -> Callable[[], None]:
-    tables = list(exponents.tables(len(gradients)))
-    return lambda: add(gradients, tables)
+def _counters(gradients: list[Tensor]) -> dict[str, Callable[[], None]]:
+    ways = {COUNTED: exponents.add, FALLBACK: exponents.reference}
+    return {name: partial(add, gradients, list(exponents.tables(len(gradients)))) for name, add in ways.items()}
