@@ -26,7 +26,6 @@ class Benchmark(NamedTuple):
     question: str
 
     def run(self, words: Sequence[str] = ()) -> int:
-        """Run it with its own words; return its exit code."""
         main = importlib.import_module(self.module).main
         if inspect.signature(main).parameters:
             return main(list(words)) or 0
@@ -48,7 +47,6 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run what ``words`` name; return the exit code."""
     known = benchmarks()
     if not words:
         folder = ""

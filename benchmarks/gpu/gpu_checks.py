@@ -87,7 +87,6 @@ def _refusing_waits(device: str) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the two; a second argument names the device (``cpu`` tests the program)."""
     what, device = argv[0], (argv[1:] or ["cuda"])[0]
     if what == "kernels":
         print(kernels(device), "updates")

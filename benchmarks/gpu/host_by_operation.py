@@ -88,7 +88,6 @@ def times_us(call: Call, device: str, num: int) -> list[float]:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Measure the calls that the file lacks."""
     parser = options(__name__)
     parser.add_argument("--out", type=Path, default=Path("operations.csv"), help="rows are added to this file")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

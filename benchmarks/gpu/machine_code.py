@@ -66,7 +66,6 @@ class Code:
     stores: dict[int, int]
 
     def __str__(self) -> str:
-        """Return it in words."""
         spilled = f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes else "nothing spilled"
         wide = f"{self.loads.get(16, 0)} loads and {self.stores.get(16, 0)} stores of 16 bytes"
         return f"{self.registers} registers, {spilled}, {wide}"
@@ -183,7 +182,6 @@ def _widths(assembly: str, instruction: str) -> dict[int, int]:
 
 
 def main() -> None:
-    """Compile every kernel for every GPU and print the results."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 interprets kernels; remove it from the environment to compile them")
     rows, data = [], []

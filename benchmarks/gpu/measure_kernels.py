@@ -131,7 +131,6 @@ class Step(Case):
 
     @property
     def case(self) -> Case:
-        """The case alone."""
         return Case(**{field.name: getattr(self, field.name) for field in fields(Case)})
 
 
@@ -269,7 +268,6 @@ def measure(case: Case, device: str, out: Path) -> Step:
 
 
 def with_kernels(row: Step, kernels: Sequence[Kernel]) -> Step:
-    """Return ``row`` with the sums of its kernels."""
     if not kernels:
         return row
     ends = max(kernel.began_us + kernel.took_us for kernel in kernels)

@@ -52,12 +52,10 @@ class Case:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The columns that identify a case in the file."""
         return tuple(str(getattr(self, field.name)) for field in fields(Case))
 
     @property
     def file_name(self) -> str:
-        """A name for the case's files, without an ending."""
         return "-".join(self.key).replace(":", "-").replace("/", "-")
 
     def __str__(self) -> str:
@@ -146,7 +144,6 @@ def articles() -> list[Case]:
 
 
 def tiny() -> list[Case]:
-    """Return cases that a CPU trains in milliseconds."""
     return [Case("tiny:convnet", 8, 2, policy) for policy in ("fp32", "bf16", "bf16-pure")]
 
 
@@ -202,7 +199,6 @@ class Training:
     """A case on the GPU."""
 
     def __init__(self, case: Case, device: str) -> None:
-        """Build the model, its inputs and its optimizer."""
         torch.manual_seed(0)
         model, words = build(case.model)
         layout: Any = torch.channels_last if case.channels_last else torch.contiguous_format
@@ -290,7 +286,6 @@ def _memory(idle_bytes: int) -> dict[str, int]:
 
 
 def _times_by_clock(step: Callable[[], None]) -> list[float]:
-    """Return the milliseconds of steps on a CPU."""
     times = []
     for _ in range(LEAST_STEPS):
         began_s = time.perf_counter()

@@ -33,7 +33,6 @@ CASES = [
 
 
 def main() -> None:
-    """Train every case with every seed, and time the update of ResNet-50's tensors."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
     rows, data = [], {}
     exact: list[float] = []

@@ -22,7 +22,6 @@ CASES = [
 
 
 def main() -> None:
-    """Count every case after one update, including its gradients."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
     rows = [
         (

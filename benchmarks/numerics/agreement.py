@@ -60,7 +60,6 @@ def weights_of_a_session(build: Build, policy: str, clip: float | None) -> list[
 
 
 def main() -> None:
-    """Count agreements and print them."""
     draw = random.Random(20261121)
     same = sum(same_trajectory(draw) for _ in range(TRAJECTORIES))
     what = f"loss scales equal to torch.amp.GradScaler's after each of {UPDATES} updates, random settings and overflows"

@@ -81,7 +81,6 @@ def dot_error(length: int, accumulator: torch.dtype) -> float:
 
 
 def main() -> None:
-    """Print the three tables."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
     rows: list[tuple[str, str, str]] = []
     for policy in ("fp32", "fp16-master", "fp16-pure", "bf16-master", "bf16-pure"):

@@ -20,7 +20,6 @@ def error(reduce: str, order: str, size: int) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     print("| processes |", " | ".join(map(str, SIZES)), "|")
     for reduce in ("bf16", "fp16"):
         for order in ("ring", "tree"):

@@ -78,14 +78,12 @@ def cell(row: Row) -> str:
 
 
 def make_data(folder: Path) -> Path:
-    """Write the small data below ``folder``."""
     data = folder / "data"
     subprocess.run([sys.executable, "examples/small_data.py", str(data)], cwd=ROOT, check=True, capture_output=True)
     return data
 
 
 def main() -> None:
-    """Compare all examples with two seeds and write the table."""
     lines = [f"| example | {' | '.join(POLICIES[1:])} |", "|---" * len(POLICIES) + "|"]
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(Path(folder))

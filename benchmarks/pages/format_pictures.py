@@ -32,12 +32,10 @@ NAMES = {"e5m2": "FP8 E5M2", "e4m3": "FP8 E4M3"}
 
 
 def colour(name: str) -> str:
-    """Return the colour of a format, as in every report."""
     return policy_style(name).terminal
 
 
 def label(number_format: Format) -> str:
-    """Return the usual name of a format."""
     return NAMES.get(number_format.name, number_format.name.upper())
 
 
@@ -116,7 +114,6 @@ def save(name: str, draw: Callable[[Axes], None], *, height: float) -> None:
 
 
 def main() -> None:
-    """Write the three pictures."""
     save(REACH, draw_reach, height=2.6)
     save(UPDATES, draw_small_updates, height=2.8)
     with tempfile.TemporaryDirectory() as folder:

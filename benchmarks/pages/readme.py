@@ -126,12 +126,10 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page's ``text`` with the current table."""
     return with_table(text, BEGIN, END, table())
 
 
 def main() -> None:
-    """Run the benchmarks that count and write the table."""
     for name in COUNTED:
         benchmarks()[name].run()
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -88,7 +88,6 @@ WIDE = [name for name in SETTINGS if name not in HALF]
 
 
 def overlaps(claim: tuple[float, float], low: float, high: float) -> bool:
-    """Return whether two ranges share a value."""
     return claim[0] <= high and low <= claim[1]
 
 
@@ -141,7 +140,6 @@ def measured() -> list[dict[str, str]]:
 
 
 def around(figure: float) -> tuple[float, float]:
-    """Return the range that agrees with a single figure."""
     return figure * (1 - NEAR), figure * (1 + NEAR)
 
 
@@ -224,7 +222,6 @@ def cifar() -> list[dict[str, Any]]:
 
 
 def span(values: Sequence[float], unit: str = "") -> str:
-    """Return a range in words."""
     return f"{said(values[0])} to {said(values[1])}{unit}"
 
 
@@ -249,7 +246,6 @@ def prediction_table(data: dict[str, Any]) -> str:
 
 
 def measured_table() -> str:
-    """Return the public measurements."""
     rows = []
     for row in measured():
         repository, _, path = row["source"].partition(":")
@@ -301,7 +297,6 @@ def written(page: str, data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the results and the tables of the page."""
     data = {"speeds": [speed(one) for one in SPEEDS], "memory": [memory(one) for one in MEMORY], "cifar": cifar()}
     shown = [
         (f"{one['what']}, {one['gpu']}: gain {span(one['claimed']['gain'])}", one["gain_agrees_with"], "")

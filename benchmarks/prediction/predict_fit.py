@@ -21,7 +21,6 @@ FILE = Path(mezzo.measure.predict.__file__).with_name("constants.json")
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Fit and write."""
     parser = options(__name__)
     parser.add_argument("rows", type=Path, help="a file with the columns of gpu_training_throughput.csv")
     rows, reasons = read(parser.parse_args(argv).rows)

@@ -139,7 +139,6 @@ def _typed(kind: type, cells: dict[str, str]) -> dict[str, object]:
 
 
 def compare(step: Step, kernels: Sequence[Kernel], gpu: Gpu, calls: str | None) -> list[Part]:
-    """Print one case, and return its parts."""
     case = step.case
     tape = tapes(case.model, case.size, case.batch, recorded_as(case.policy), case.channels_last).first
     priced = Conditions(gpu=gpu, channels_last=case.channels_last).step(tape, case.policy)
@@ -187,7 +186,6 @@ def total(parts: Sequence[Part]) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Compare each case of a folder."""
     parser = options(__name__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpu", help="instead of the GPU that was measured")

@@ -17,10 +17,10 @@ from benchmarks.prediction.plot import plot
 from benchmarks.prediction.zoo.memory_rows import Found, row
 from benchmarks.prediction.zoo.trainings import NotBuilt
 from benchmarks.shared import csv_rows, options
+from benchmarks.shared.harness import Row, store
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Print each row, the reasons of the others and the errors."""
     parser = options(__name__)
     parser.add_argument("--rows", type=Path, nargs="+", required=True)
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
@@ -37,15 +37,17 @@ def main(argv: Sequence[str] = ()) -> None:
         print(
             f"{one.name:48} {sizes} {_percent(one.predicted_bytes, one.measured_bytes):+.1f}%{_device(one)}", flush=True
         )
-    for reason, count in reasons.most_common():
-        print(f"not predicted ({count}): {reason}")
+    summary: list[Row] = [(f"not predicted ({count})", reason, "") for reason, count in reasons.most_common()]
     if right := [answer for one in found for answer in one.right]:
-        print(f"would it fit under a cap: right {sum(right)} of {len(right)}")
+        summary.append(("would it fit under a cap", f"right {sum(right)} of {len(right)}", ""))
     if ratios := _ratio_errors(found):
-        print(f"memory of mixed precision over FP32: median error {np.median(ratios):.1f}% of {len(ratios)} pairs")
+        text = f"median error {np.median(ratios):.1f}% of {len(ratios)} pairs"
+        summary.append(("memory of mixed precision over FP32", text, ""))
     devices = [abs(_percent(one.device_bytes, one.measured_device_bytes)) for one in found if one.device_bytes]
     if devices:
-        print(f"nvidia-smi: {_said(devices)} of {len(devices)} rows")
+        summary.append(("nvidia-smi", f"{_said(devices)} of {len(devices)} rows", ""))
+    for what, text, _ in summary:
+        print(f"{what}: {text}")
     errors = [abs(_percent(one.predicted_bytes, one.measured_bytes)) for one in found]
     if chosen.plot is not None and found:
         names = ("measured_bytes", "predicted_bytes")
@@ -54,7 +56,10 @@ def main(argv: Sequence[str] = ()) -> None:
         plot(chosen.plot, [one.name.split()[0] for one in found], *gib, unit="GiB at the peak", title=title)
     promises, broken = sum(one.promises for one in found), sum(one.broken for one in found)
     fits = f"{100 * broken / promises:.1f}%" if promises else "-"
-    print(f"{_said(errors)} wrongly fits {fits} of {len(found)} rows ({reasons.total()} not predicted)")
+    total = f"{_said(errors)} wrongly fits {fits} of {len(found)} rows ({reasons.total()} not predicted)"
+    print(total)
+    name = f"predict_{chosen.rows[0].stem.removeprefix('gpu_')}"
+    store(name, ["predict_memory", *argv], [*summary, ("all", total, "")], "timm", "torchvision", "transformers")
 
 
 def _percent(predicted: float, measured: float) -> float:

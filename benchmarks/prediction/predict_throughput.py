@@ -15,13 +15,13 @@ import numpy as np
 from benchmarks.prediction.plot import plot
 from benchmarks.prediction.rows import Measured, held_out, ratios, read
 from benchmarks.shared import options
+from benchmarks.shared.harness import Row, store
 from mezzo.measure.predict.time import fitted
 
 BY = {"gpu-family": "family", "model-class": "kind"}
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Print each row, the errors by group, and the reasons of rows that are not predicted."""
     parser = options(__name__)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--hold-out", choices=[*BY, "none"], default="none")
@@ -36,19 +36,26 @@ def main(argv: Sequence[str] = ()) -> None:
             f"{cells['id']:>4} {row.gpu.label:20} {kind.model[:28]:28} {kind.precision:9} {kind.layout} b{cells['batch_per_gpu']:5} "
             f"measured {row.throughput:8.1f} predicted {row.throughput * ratio:8.1f} {error:+6.1f}%"
         )
+    summary: list[Row] = []
     for name in BY.values():
         for group in sorted({getattr(row, name) for row in rows}):
             own = errors[[getattr(row, name) == group for row in rows]]
-            print(f"{group}: {_said(own)} bias {np.mean(own):+.1f}%")
+            summary.append((group, f"{_said(own)} bias {np.mean(own):+.1f}%", ""))
     pairs = _speed_up_errors(rows, errors)
-    print(f"AMP over FP32 or TF32 of one GPU, model and framework: {_said(pairs)} of {len(pairs)} pairs")
-    for reason, count in reasons.most_common():
-        print(f"not predicted ({count}): {reason}")
+    summary.append(
+        ("AMP over FP32 or TF32 of one GPU, model and framework", f"{_said(pairs)} of {len(pairs)} pairs", "")
+    )
+    summary += [(f"not predicted ({count})", reason, "") for reason, count in reasons.most_common()]
+    for what, text, _ in summary:
+        print(f"{what}: {text}")
     if chosen.plot is not None:
         how = "constants of all rows" if chosen.hold_out == "none" else f"{chosen.hold_out} left out of the fit"
         title = f"{len(rows)} public measurements, {how}: {_said(errors)}"
         plot(chosen.plot, [row.family for row in rows], measured, measured * found, unit="samples/s", title=title)
-    print(f"{_said(errors)} of {len(rows)} rows ({reasons.total()} not predicted)")
+    total = f"{_said(errors)} of {len(rows)} rows ({reasons.total()} not predicted)"
+    print(total)
+    name = "predict_throughput" + ("" if chosen.hold_out == "none" else f"_without_{chosen.hold_out}")
+    store(name, ["predict_throughput", *argv], [*summary, ("all", total, "")], "timm", "torchvision", "transformers")
 
 
 def _said(errors: np.ndarray) -> str:

@@ -22,7 +22,6 @@ POLICY, THREADS, RUNS = "fp16", 2, 3
 
 
 def main() -> None:
-    """Trace each model several times, the models alternating."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in MODELS}
     for _ in range(RUNS):
         for name in MODELS:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.measure_zoo import CASES, Case
-from benchmarks.shared import ROOT, csv_rows, options
+from benchmarks.shared import ROOT, csv_rows, harness, options
 from benchmarks.shared.csv_rows import Cells
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
@@ -47,7 +47,6 @@ def tapes(model: str, size: int, batch: int, policy: str, channels_last: bool) -
 
 
 def predicted(cells: Cells, gpu: Gpu) -> Prediction:
-    """Return the prediction of a row."""
     batch, channels_last = int(cells["batch"]), cells["channels_last"] == "True"
     of = partial(tapes, cells["model"], int(cells["size"]), batch, channels_last=channels_last)
     both = {policy: of(policy) for policy in ("fp32", recorded_as(cells["policy"]))}
@@ -79,13 +78,11 @@ def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
 
 
 def key_of(cells: Cells) -> tuple[str, ...]:
-    """Return the key of a row: its case and its GPU."""
     gpu = find_gpu(cells["gpu"])
     return (*(cells[field.name] for field in fields(Case)), gpu.name if gpu is not None else cells["gpu"])
 
 
 def label(cells: Cells) -> str:
-    """Return the case of a row in words."""
     layout = " channels-last" if cells["channels_last"] == "True" else ""
     return f"{cells['model']:36} {cells['size']:>4} b{cells['batch']:4} {cells['policy']}{layout}"
 
@@ -95,7 +92,6 @@ Row = tuple[Cells, dict[str, float]]
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Compare the rows of a file with their predictions, or store predictions."""
     parser = options(__name__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--rows", type=Path, help="the file that measure_zoo wrote")
@@ -104,7 +100,8 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--out", type=Path, default=Path("holdout_predicted.csv"), help="the file of --cases")
     chosen = parser.parse_args(argv)
     if chosen.rows is not None:
-        compare(chosen.rows)
+        rows = compare(chosen.rows)
+        harness.store(f"predict_{chosen.rows.stem}", ["predict_zoo", *argv], rows, "timm", "transformers")
         return
     gpu = find_gpu(chosen.gpu)
     if gpu is None:
@@ -112,8 +109,8 @@ def main(argv: Sequence[str] = ()) -> None:
     csv_rows.write(chosen.out, _stored(CASES[chosen.cases](), gpu), STORED)
 
 
-def compare(path: Path) -> None:
-    """Print each row of ``path``, the gains of 16 bits, and the errors; those of stored predictions too, if they differ from today's."""
+def compare(path: Path) -> list[harness.Row]:
+    """Print each row of ``path``; print and return the errors, those of stored predictions too if they differ from today's."""
     rows: list[Row] = []
     then: list[Row] = []
     reasons, stored, changed = Counter[str](), stored_beside(path), 0
@@ -142,25 +139,32 @@ def compare(path: Path) -> None:
         print(f"{label(cells)}: {times}  {errors}{beside}", flush=True)
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
-    _summarize(rows)
+    summary = _summary(rows)
     if stored:
         commits = ", ".join(sorted({cells["commit"] for cells in stored.values()}))
-        print(f"as predicted at {commits}: {len(then)} of {len(rows)} rows, {changed} differ from today's")
+        text = f"{len(then)} of {len(rows)} rows, {changed} differ from today's"
+        summary.append((f"as predicted at {commits}", text, ""))
     if changed:
-        _summarize(then)
+        summary += _summary(then)
+    for what, text, _ in summary:
+        print(f"{what}: {text}")
+    return summary
 
 
 def _over_measured(values: dict[str, float], cells: Cells) -> dict[str, float]:
     return {name: value / float(cells[MEASURES[name]]) for name, value in values.items()}
 
 
-def _summarize(rows: list[Row]) -> None:
-    """Print the errors of gains, and of each measure."""
+def _summary(rows: list[Row]) -> list[harness.Row]:
+    """Return the errors of gains, and of each measure."""
+    found = []
     for what, base in (("speed", "fp32"), ("speed", "tf32"), ("memory", "fp32")):
         errors = _gains(rows, "throughput" if what == "speed" else "allocated", base)
-        print(f"{what} of 16 bits over {base}: {said(errors)} of {len(errors)} pairs")
+        found.append((f"{what} of 16 bits over {base}", f"{said(errors)} of {len(errors)} pairs", ""))
     for name in MEASURES:
-        print(f"{name}: {said([100 * (ratios[name] - 1) for _, ratios in rows])} of {len(rows)} rows")
+        text = said([100 * (ratios[name] - 1) for _, ratios in rows])
+        found.append((name, f"{text} of {len(rows)} rows", ""))
+    return found
 
 
 def _gains(rows: list[Row], measure: str, base: str) -> list[float]:

@@ -173,7 +173,6 @@ class Measured:
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """The facts that repeated measurements share."""
         return self.cells["model"], self.gpu.name, self.row.precision, self.row.layout
 
 
@@ -222,7 +221,6 @@ class _Joint:
         self.kernels = np.array([row.counts.sum() for row in rows])
 
     def seconds(self, constants: Constants) -> Array:
-        """Return the predicted seconds of each row."""
         device = np.add.reduceat(self.counts * operation_bounds(self.ops, self.card, constants).total, self.at)
         found: Array = longer_of(device, self.kernels * constants.launch_s)
         return found * np.where(self.old, constants.old_libraries, 1.0)

@@ -15,7 +15,6 @@ T = TypeVar("T")
 
 
 def read(path: Path) -> Iterator[Cells]:
-    """Yield the rows of a file."""
     with _opened(path, "r") as file:
         yield from csv.DictReader(file)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,6 @@ def ratio(times: Mapping[str, list[float]], of: str, to: str) -> dict[str, float
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return median, smallest and largest value."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -90,7 +91,6 @@ def _confidence(builds: int, outside: int) -> float:
 
 
 def median_ms(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the median milliseconds of every piece."""
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -109,8 +109,15 @@ def report(name: str, rows: list[Row], data: dict[str, Any]) -> None:
     write(RESULTS / f"{name}.json", rows, facts)
 
 
+def store(name: str, command: Sequence[str], rows: list[Row], *libraries: str) -> None:
+    """Write rows that were printed to ``results/NAME.json``, with the command without folders, and the libraries' versions."""
+    words = [Path(word).name if "/" in word else word for word in command]
+    versions = {library: metadata.version(library) for library in libraries}
+    facts = {"command": shlex.join(["python", "-m", "benchmarks", *words]), "environment": surroundings("cpu")}
+    write(RESULTS / f"{name}.json", rows, {**facts, "libraries": versions})
+
+
 def show(name: str, rows: list[Row]) -> None:
-    """Print rows of (what, measured, target)."""
     width = max(len(what) for what, _, _ in rows)
     print(f"\n{name}")
     for what, measured, target in rows:
@@ -139,7 +146,6 @@ def surroundings(device: str) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) + "\n"
 

@@ -18,8 +18,6 @@ Loop = Callable[[], None]
 
 
 def plain_step(model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer, clip: float | None = None) -> Loop:
-    """Return a step in FP32."""
-
     def step() -> None:
         loss_of(model).backward()
         if clip:
@@ -54,8 +52,6 @@ def step_by_hand(
 
 
 def step_of_a_session(model: nn.Module, loss_of: LossOf, session: mezzo.Session) -> Loop:
-    """Return a step of a session."""
-
     def step() -> None:
         with session.autocast():
             loss: Tensor = loss_of(model)
@@ -65,7 +61,6 @@ def step_of_a_session(model: nn.Module, loss_of: LossOf, session: mezzo.Session)
 
 
 def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
-    """Return 30 steps of the hand-written loop."""
     return repeated(step_by_hand(*mlp(), dtype, clip))
 
 
@@ -77,8 +72,6 @@ def with_session(policy: str, optimizer: Callable[..., Any], clip: float | None)
 
 
 def repeated(step: Loop, num: int = STEPS) -> Loop:
-    """Return so many steps."""
-
     def run() -> None:
         for _ in range(num):
             step()
@@ -87,7 +80,6 @@ def repeated(step: Loop, num: int = STEPS) -> Loop:
 
 
 def calls_of(run: Callable[[], Any]) -> int:
-    """Return the Python and C calls of a run."""
     watch = cProfile.Profile()
     watch.runcall(run)
     return pstats.Stats(watch).total_calls  # type: ignore[attr-defined,no-any-return]

@@ -88,7 +88,6 @@ class Served:
         return self.answer()
 
     def close(self) -> None:
-        """End the process if it has not ended."""
         self._line.close()
         self._process.join(10)
         if self._process.is_alive():
@@ -154,7 +153,6 @@ def _answering(line: Connection, serve: Callable[..., None], *arguments: Any) ->
 
 
 def answered(line: Connection, call: Callable[[], Any]) -> None:
-    """Answer with the result of ``call``."""
     line.send(("answer", call()))
 
 

@@ -25,7 +25,6 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """Measure a small ResNet and a small GPT."""
     rows, data = [], {}
     for name, model, loss_of in small_models():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

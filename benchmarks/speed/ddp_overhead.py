@@ -46,7 +46,6 @@ SETTINGS["fp16, by hand against itself"] = Setting("fp16", second="hand")
 
 
 def main() -> None:
-    """Measure with and without clipping in three formats, the same torch optimizer on both sides."""
     torch.set_num_threads(1)  # as in the processes that measure
     with tempfile.TemporaryDirectory() as folder:
         started = [Served("spawn", answered, partial(_rank, Path(folder, "rendezvous"), rank)) for rank in range(WORLD)]
@@ -143,7 +142,6 @@ def _pair(loops: list[Loop], *, second_first: bool) -> tuple[list[float], list[f
 
 
 def collectives_a_step(run: Loop) -> float:
-    """Return the collectives that gloo runs in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return sum(event.name.startswith("gloo:") for event in profile.events() or ()) / STEPS

@@ -28,7 +28,6 @@ INSPECTED = "a step whose operations are inspected"
 
 
 def main() -> None:
-    """Measure a small ResNet and a small GPT, then the deep model."""
     rows, data = [], {}
     for name, model, loss_of in small_models():
         steps = _steps(model, loss_of, STEPS)

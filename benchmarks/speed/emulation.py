@@ -19,7 +19,6 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """Measure both and report."""
     rows, data = [], {}
     for name, make, limit in (("digits CNN", digits_cnn, 1.4), ("small transformer", small_transformer, 1.8)):
         times = _time(make)

@@ -104,7 +104,6 @@ PLANS = {
 
 
 def mlp(device: str) -> Training:
-    """Return a small MLP and its loss on one batch."""
     layers = [m for a, b in pairwise(SIZES) for m in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers[:-1]).to(device)
     inputs, labels = torch.randn(64, SIZES[0]).to(device), torch.randint(0, SIZES[-1], (64,)).to(device)
@@ -185,7 +184,6 @@ class Script:
 
 
 def loops(plan: Plan, case: Case) -> dict[str, Loop]:
-    """Return the two loops of a case."""
     return {name: Script(plan, case, under_mezzo=by == "mezzo") for by, name in _names(case).items()}
 
 
@@ -269,7 +267,6 @@ def folder_of(gpu: str) -> str:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Measure all cases of a plan; write the results so far after each build."""
     began_s = time.monotonic()
     args = _parse(argv)
     plan: Plan = replace(args.plan, seconds=args.seconds or args.plan.seconds)

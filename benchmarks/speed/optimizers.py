@@ -35,7 +35,6 @@ OURS, FUSED = "mezzo.AdamW", "mezzo.AdamW, torch's fused"
 
 
 def main() -> None:
-    """Measure both lists of tensors."""
     rows, data = [], {}
     for name, shapes in (("resnet50", resnet50_shapes()), ("bert_base", bert_base_shapes())):
         count = sum(map(math.prod, shapes))
@@ -65,7 +64,6 @@ def _weights(shapes: Shapes) -> list[nn.Parameter]:
 
 
 def hand(shapes: Shapes) -> Callable[[], None]:
-    """Return the update as written with torch alone."""
     weights = _weights(shapes)
     masters = [nn.Parameter(w.detach().float()) for w in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
@@ -105,6 +103,5 @@ def one_pass(shapes: Shapes, kernels: object | None, **settings: Any) -> Callabl
 
 
 def memory_copy() -> Callable[[], None]:
-    """Return a copy of a large tensor."""
     source, target = torch.ones(COPIED), torch.ones(COPIED)
     return lambda: target.copy_(source)

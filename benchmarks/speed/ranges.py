@@ -23,7 +23,6 @@ COUNTED, FALLBACK, READ = "counted", "counted by torch operations", "sum"
 
 
 def main() -> None:
-    """Measure two models, and one large tensor compared with a sum, which reads the same bytes."""
     rows, data = [], {}
     for name, make in (("digits_cnn", digits_cnn), ("small_transformer", small_transformer)):
         model, loss_of = make()

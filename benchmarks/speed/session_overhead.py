@@ -11,7 +11,6 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """Measure with and without clipping, FP16 and BF16, the same torch optimizer on both sides."""
     rows, data = [], {}
     for policy, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         for clip in (None, 1.0):

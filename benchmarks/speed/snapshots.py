@@ -28,7 +28,6 @@ TARGET = "1% or less"
 
 
 def main() -> None:
-    """Save a session four times under each policy; print the cost of the first save and the smallest of the others."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
     torch.set_num_threads(1)  # other threads would copy a part of the state, and their CPU time is not measured
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

@@ -28,7 +28,6 @@ def cpu_s(words: Sequence[str], folder: str) -> float:
 
 
 def main() -> None:
-    """Measure whole processes, one kind after the other, so that a loaded machine changes all alike."""
     mezzo = ["-m", "mezzo"]
     kinds = {"help": [*mezzo, "--help"]}
     for name, script in SCRIPTS.items():

@@ -59,7 +59,6 @@ def trainer(plugin: Callable[[], Any], clip: float | None) -> Loop:
 
 
 def fabric(plugin: Callable[[], Any], clip: float | None) -> Loop:
-    """Return a loop of Fabric."""
     from lightning.fabric import Fabric
 
     def run(steps: int) -> None:
@@ -78,8 +77,6 @@ def fabric(plugin: Callable[[], Any], clip: float | None) -> Loop:
 
 
 def accelerate(accelerator: Callable[[], Any], clip: float | None) -> Loop:
-    """Return a loop of Accelerate."""
-
     def run(steps: int) -> None:
         made = accelerator()
         model = mlp()[0]
@@ -152,7 +149,6 @@ def calls_a_step(run: Loop) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the libraries' banners out of the table."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -161,7 +157,6 @@ def quiet() -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure with and without clipping, FP16 and BF16."""
     rows, data = [], {}
     for precision in ("fp16", "bf16"):
         for clip in (None, 1.0):

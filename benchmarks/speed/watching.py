@@ -27,8 +27,6 @@ def cpu_us(action: Callable[[], object], *, calls: int) -> float:
 
 
 def main() -> None:
-    """Measure a wrapped call against a plain one, and samples of this thread."""
-
     def plain() -> None:
         return None
 

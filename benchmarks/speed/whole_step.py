@@ -18,7 +18,6 @@ TARGET = "0.8 or less"
 
 
 def main() -> None:
-    """Measure both ways of keeping weights: FP32 under autocast, and FP16 with masters."""
     pieces = {name: _loop(name) for name in ("hand", *POLICIES)}
     calls = {name: calls_a_step(run) for name, run in pieces.items()}
     times = interleave(pieces, rounds=ROUNDS)

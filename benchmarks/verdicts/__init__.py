@@ -29,6 +29,5 @@ def rows(effort: float = FULL) -> list[Rate]:
 
 
 def main() -> None:
-    """Simulate, print and write the table."""
     found = rows()
     report("verdicts", [(r.what, r.text, r.aim) for r in found], {"rates": {r.what: r.share for r in found}})

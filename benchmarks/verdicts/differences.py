@@ -96,7 +96,6 @@ def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> 
 
 
 def spreads(places: Array) -> Array:
-    """Return ``margins.spread_of`` of each row."""
     first, second = np.triu_indices(places.shape[1], 1)
     found: Array = np.median(np.abs(places[:, first] - places[:, second]), axis=1)
     return found

@@ -41,7 +41,6 @@ class Setting:
 
     @property
     def share(self) -> float:
-        """Return the known part of the margin."""
         return max(MARGIN, self.num_examples**-0.5) if self.counted else MARGIN
 
 

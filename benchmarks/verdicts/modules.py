@@ -49,7 +49,6 @@ class Setting:
 
 
 def rates(effort: float) -> list[Rate]:
-    """Return false alarms and misses by policy."""
     num, found = max(20, int(100 * effort)), []
     blamed, undecided, missed = (partial(share_of, verdicts=v) for v in (BLAMED, ("undecided",), ("not needed",)))
     for policy in ("fp16", "bf16"):

@@ -29,13 +29,11 @@ class Rate:
 
     @property
     def text(self) -> str:
-        """Return the rate with its standard error."""
         error = (self.share * (1 - self.share) / self.num) ** 0.5
         return f"{100 * self.share:.2f}% (standard error {100 * error:.2f})"
 
     @property
     def aim(self) -> str:
-        """Return the aim in words."""
         if self.most is not None:
             return f"{100 * self.most:g}% or less"
         return "" if self.least is None else f"{100 * self.least:g}% or more"

@@ -43,7 +43,6 @@ class Case:
 
 
 def plan(*, tiny: bool) -> list[Case]:
-    """Return the cases in the order in which they are run."""
     if tiny:
         convnet, transformer = (_headline(name, batch) for name, batch in BUILT_IN.items())
         named = [_peers(name, 2) for name in SMALL]

@@ -33,7 +33,6 @@ _NO_KERNELS = "the profiler returned no kernel: CUPTI is missing, or counters ar
 
 
 def measure(device: str, sizes: Sizes, roofs: Roofs) -> Iterator[dict[str, str]]:
-    """Yield the measurements, one row at a time."""
     kernels, reason = choose(device)
     yield {"what": "kernels", "value": reason}
     for name, (dtype, reduced, applied) in _KINDS.items():

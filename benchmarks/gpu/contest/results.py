@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.harness import table
+
 Row = dict[str, Any]
 _COLUMNS = ("way", "ms a step", "a second", "against", "peak MiB", "loss", "of peak", "note")
 
@@ -33,7 +35,6 @@ class Results:
         return rows
 
     def begun(self) -> list[str]:
-        """Return the cases that have begun, in order."""
         return list(dict.fromkeys(row["case"] for row in self.rows() if row["kind"] == "begin"))
 
     def open_case(self) -> str | None:
@@ -42,7 +43,6 @@ class Results:
         return next((case for case in self.begun() if case not in ended), None)
 
     def write_markdown(self) -> Path:
-        """Write the table beside the rows and return its path."""
         path = self.path.with_suffix(".md")
         path.write_text(markdown(self.rows()), encoding="utf-8")
         return path
@@ -57,21 +57,19 @@ def markdown(rows: list[Row]) -> str:
     measured = [row for row in rows if row["kind"] == "row"]
     for case in dict.fromkeys(row["case"] for row in measured):
         own = [row for row in measured if row["case"] == case]
-        table = _training if any("ms_median" in row or row.get("way") for row in own) else _listed
-        lines += ["", f"## {case}", "", *table(own)]
+        shown = _training if any("ms_median" in row or row.get("way") for row in own) else _listed
+        lines += ["", f"## {case}", "", shown(own).removesuffix("\n")]
     return "\n".join(lines) + "\n"
 
 
-def _listed(rows: list[Row]) -> list[str]:
-    lines = ["| what | value |", "|---|---|"]
+def _listed(rows: list[Row]) -> str:
     cells = [(r.get("what") or r["status"], r.get("value") or r["why"]) for r in rows]
-    return [*lines, *(f"| {_cell(what)} | {_cell(value)} |" for what, value in cells)]
+    return table(("what", "value"), ([_cell(one) for one in row] for row in cells))
 
 
-def _training(rows: list[Row]) -> list[str]:
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
+def _training(rows: list[Row]) -> str:
     measured_first = sorted(rows, key=lambda row: row["status"] != "measured")
-    return [*lines, *("| " + " | ".join(_cell(c) for c in _cells(row)) + " |" for row in measured_first)]
+    return table(_COLUMNS, ([_cell(one) for one in _cells(row)] for row in measured_first))
 
 
 def _cells(row: Row) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.shared.harness import summary
 from mezzo.engine.matrix_units.native_units import set_fp32_products
 
 Step = Callable[[], Any]
@@ -66,7 +67,6 @@ def block_ms(run: Step, steps: int, device: str) -> float:
 
 
 def steps_for(run: Step, device: str, sizes: Sizes) -> int:
-    """Return the number of runs in a block."""
     once = block_ms(run, 2, device) / 2
     return max(1, min(200, round(sizes.block_ms / max(once, 1e-3))))
 
@@ -108,13 +108,13 @@ def bare(error: Exception) -> Exception:
 
 def spread(times: list[float]) -> dict[str, float]:
     """Return a way's median, smallest and largest milliseconds."""
-    return {"ms_median": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+    return {f"ms_{name}": value for name, value in summary(times).items()}
 
 
 def speed(times: list[float], reference: list[float]) -> dict[str, float]:
     """Return how many times as fast a way is as the reference, round by round."""
-    ratios = [r / t for t, r in zip(times, reference, strict=True)]
-    return {"speed_median": statistics.median(ratios), "speed_min": min(ratios), "speed_max": max(ratios)}
+    ratios = summary([r / t for t, r in zip(times, reference, strict=True)])
+    return {f"speed_{name}": value for name, value in ratios.items()}
 
 
 def measure_roofs(device: str, sizes: Sizes) -> Roofs:

@@ -42,7 +42,6 @@ class Worker:
         self.planned = self.spent = 0.0
 
     def run(self) -> None:
-        """Measure the roofs, then case after case."""
         torch.backends.cudnn.benchmark = self.device == "cuda"
         done = self.results.begun()
         if not done:
@@ -193,14 +192,12 @@ def lost() -> bool:
 
 
 def clean(device: str) -> None:
-    """Free unused memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def environment(device: str, command: str) -> dict[str, str]:
-    """Return the environment of the measurements."""
     on_gpu = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, a test of the program, not a measurement",

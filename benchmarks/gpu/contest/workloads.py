@@ -34,7 +34,6 @@ class Workload:
         return model.to(memory_format=torch.channels_last) if self.images and device == "cuda" else model
 
     def batches(self, size: int, device: str, count: int) -> list[tuple[Tensor, ...]]:
-        """Return ``count`` batches on the device."""
         torch.manual_seed(SEED + 1)
         made = [self.batch(size) for _ in range(count)]
         return [tuple(self._placed(t.to(device)) for t in batch) for batch in made]

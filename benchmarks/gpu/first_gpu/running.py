@@ -43,7 +43,6 @@ class Case:
     """Whether the command continues where it was cut; others begin again, in an empty folder."""
 
     def missing(self) -> list[str]:
-        """Return the packages and programs that are not here."""
         found = [name for name in self.modules if importlib.util.find_spec(name) is None]
         return found + ([self.program] if self.program and shutil.which(self.program) is None else [])
 
@@ -84,7 +83,6 @@ class Results:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let other processes work in the folder."""
         os.close(self.lock)
 
     def of(self, stage: Stage, case: Case) -> dict[str, Any] | None:
@@ -182,7 +180,6 @@ class Results:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is complete or absent."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -29,7 +29,6 @@ def convolved(
 
 
 def window(before: int, after: int) -> nn.Conv2d:
-    """Return a convolution of 3x3 with a bias."""
     return nn.Conv2d(before, after, 3, padding=1)
 
 

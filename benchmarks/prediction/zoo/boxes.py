@@ -35,7 +35,6 @@ def rotated_overlaps(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def assign(matrix: Tensor) -> Tensor:
-    """Return the box of each anchor from their overlaps."""
     best, which = matrix.max(0)
     closest, _ = matrix.max(1)
     found = torch.full_like(which, -1)
@@ -71,7 +70,6 @@ def flat(scores: Tensor, columns: int) -> Tensor:
 
 
 def points(levels: Sequence[Tensor]) -> int:
-    """Return the number of points of all levels."""
     return sum(level[0, 0].numel() for level in levels)
 
 

@@ -67,7 +67,6 @@ class Dense(nn.Module):
         return self.loss([s.float() for s in scores], [b.float() for b in boxes])
 
     def loss(self, scores: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
-        """Return the loss of scores and boxes in FP32."""
         rotated = {"boxes": TILE_BOXES, "measure": rotated_overlaps} if self.numbers == 5 else {}
         assigned(points(scores) * _ANCHORS, len(scores[0]), **rotated)  # type: ignore[arg-type]
         return dense_loss(scores, boxes, classes=self.classes, numbers=self.numbers)
@@ -77,7 +76,6 @@ class DenseOfDetectron2(Dense):
     """RetinaNet with a focal loss of separate operations."""
 
     def loss(self, scores: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
-        """Return the loss."""
         assigned_by_detectron2(points(scores) * _ANCHORS, len(scores[0]))
         return focal_loss_of_detectron2(scores, boxes, classes=self.classes)
 
@@ -103,7 +101,6 @@ class Proposals(nn.Module):
         return self.loss([s.float() for s in scores], [b.float() for b in boxes])
 
     def loss(self, scores: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
-        """Return the loss of scores and boxes in FP32."""
         self.assign(points(scores) * self.anchors, len(scores[0]))
         return proposal_loss(scores, boxes, numbers=self.numbers)
 

@@ -47,7 +47,6 @@ class Size:
 
     @property
     def head_size(self) -> int:
-        """The width of one attention head."""
         return self.width // self.heads
 
 

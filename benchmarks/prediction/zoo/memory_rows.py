@@ -104,7 +104,6 @@ class Found:
 
 
 def causal(name: str) -> nn.Module:
-    """Return a language model of a row."""
     if name not in CAUSAL:
         raise NotBuilt(f"no configuration of {name}")
     model, settings = CAUSAL[name]

@@ -114,7 +114,6 @@ def _zoo_of(cells: Mapping[str, str]) -> tuple[Training, Any, bool]:
 
 
 def photographs(height: int, width: int, n: int) -> dict[str, Tensor]:
-    """Return images that are padded to multiples of 32."""
     return {"x": torch.empty(n, 3, -(-height // 32) * 32, -(-width // 32) * 32)}
 
 

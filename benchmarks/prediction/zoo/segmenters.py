@@ -34,7 +34,6 @@ def segmenter(name: str) -> Callable[[], nn.Module] | None:
 
 
 def pictures(height: int, width: int, n: int) -> dict[str, Tensor]:
-    """Return images and a label for each of their points."""
     return {"x": torch.empty(n, 3, height, width), "y": torch.empty(n, height, width, dtype=torch.long)}
 
 

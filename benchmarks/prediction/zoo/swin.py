@@ -78,7 +78,6 @@ class _Block(nn.Module):
         return self._kept(found.view(n, height * width, channels))
 
     def _kept(self, x: Tensor) -> Tensor:
-        """Drop the whole branch for some images."""
         if not self.dropped:
             return x
         return x.div(1 - self.dropped) * x.new_empty(len(x), 1, 1)

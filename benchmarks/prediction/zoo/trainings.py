@@ -53,12 +53,10 @@ def installed(library: str) -> Any:
 
 
 def numbers(*size: int) -> Tensor:
-    """Return whole numbers: words, classes or places."""
     return torch.empty(*size, dtype=torch.long)
 
 
 def images(size: int, n: int) -> dict[str, Tensor]:
-    """Return square images and their classes."""
     return {"x": torch.empty(n, 3, size, size), "y": numbers(n)}
 
 
@@ -76,7 +74,6 @@ def text(
 
 
 def class_loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
-    """Return the loss of classes in FP32, and the outputs."""
     outputs = model(inputs["x"])
     return cross_entropy(outputs.float(), inputs["y"]), outputs
 
@@ -88,7 +85,6 @@ def own_loss(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
 
 
 def loss_alone(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
-    """Return the same; a trainer's loop keeps no outputs."""
     return own_loss(model, inputs)[0], None
 
 

@@ -43,12 +43,10 @@ def yolo(name: str) -> Callable[[], nn.Module] | None:
 
 
 def squares(side: int, n: int) -> dict[str, Tensor]:
-    """Return images."""
     return {"x": torch.empty(n, 3, side, side)}
 
 
 def yolo_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    """Return the loss of all levels."""
     total = torch.zeros(())
     for boxes, objectness, classes in model(inputs["x"]):
         target = torch.zeros_like(objectness)

@@ -49,7 +49,6 @@ class Framework(NamedTuple):
 
     @property
     def python(self) -> Path:
-        """The environment's interpreter."""
         return ROOT / f"{os.environ.get('VENV', '.venv')}{self.environment}" / "bin" / "python"
 
 
@@ -144,7 +143,6 @@ def _digest(printed: str) -> str:
 
 
 def _message(said: str) -> str:
-    """Return Mezzo's last message, without its hint."""
     return (
         said.rpartition("mezzo: ")[2]
         .partition("\n  hint: ")[0]
@@ -204,7 +202,6 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
 
 
 def main(words: Sequence[str] = ()) -> None:
-    """Run the chosen cells, keep the others as they were, and write the table."""
     parser = options(__name__)
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), metavar="FRAMEWORK")
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="COMMAND")
@@ -220,7 +217,6 @@ def main(words: Sequence[str] = ()) -> None:
 
 
 def stored_cells() -> dict[str, dict[str, Cell]]:
-    """Return the cells that were run last."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))["cells"] if STORED.exists() else {}
     return {
         name: {command: Cell(*stored[name][command]) for command in COMMANDS if command in stored[name]}

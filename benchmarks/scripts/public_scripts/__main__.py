@@ -60,7 +60,6 @@ def variables(script: Script) -> dict[str, str]:
 
 
 def line(script: Script, command: str) -> str:
-    """Return the words after ``mezzo``."""
     return f"{COMMANDS[command]} {shlex.quote(os.path.relpath(script.file, script.where))} {script.arguments}".strip()
 
 

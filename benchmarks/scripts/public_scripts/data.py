@@ -51,12 +51,10 @@ def penn_treebank(folder: Path) -> None:
 
 
 def shakespeare(folder: Path) -> None:
-    """Write the text of nanoGPT's character-level example."""
     text(folder / "data/shakespeare_char/input.txt", 400)
 
 
 def segmentation(folder: Path) -> None:
-    """Write images and masks of one disc each."""
     images(folder / "data/imgs", count=24)
     images(folder / "data/masks", count=24, suffix="png", masks=True)
 
@@ -74,7 +72,6 @@ def image_folders(folder: Path) -> None:
 
 
 def few_image_folders(folder: Path) -> None:
-    """Write two classes of six images for training."""
     _classes(folder / "images/train", 6)
 
 
@@ -134,5 +131,4 @@ def hourly_series(folder: Path) -> None:
 
 
 def own_images(folder: Path) -> None:
-    """Unpack the images that are in the repository."""
     subprocess.run(["tar", "-x", "-f", "test_images/lite_data.tar"], cwd=folder, check=True)

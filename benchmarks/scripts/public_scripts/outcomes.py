@@ -19,7 +19,6 @@ Record = RunRecord | CompareRecord | AuditRecord | DiagnoseRecord | CheckRecord 
 
 
 def cell(record: Record) -> str:
-    """Return the cell of a record."""
     if isinstance(record, CompareRecord):
         rows = [row for row in record.rows if row.verdict != "baseline"]
         return "; ".join(f"{row.policy} {row.verdict.replace('_', ' ')}: {_shortened(row.reason)}" for row in rows)
@@ -54,7 +53,6 @@ def _of_run(record: RunRecord) -> str:
 
 
 def _shares(flops: dict[str, int]) -> str:
-    """Return the share of each format, the largest first."""
     total = sum(flops.values())
     parts = sorted(flops.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {n / total:.0%}" for name, n in parts if n) if total else "no products counted"

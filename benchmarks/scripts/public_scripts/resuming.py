@@ -43,7 +43,6 @@ class _Lives:
 
     @property
     def probe(self) -> Path:
-        """The checksums of the weights after each update."""
         return self.results / "probe.json"
 
     def live(self, name: str, *options: str, kill_after_s: float | None = None, wait_s: float = 0.0) -> int:

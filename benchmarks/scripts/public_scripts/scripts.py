@@ -39,7 +39,6 @@ class Script(NamedTuple):
 
     @property
     def commit(self) -> str:
-        """Return the commit that the script is taken from."""
         return COMMITS[self.repository]
 
     @property
@@ -49,7 +48,6 @@ class Script(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return a unique name."""
         return f"{self.repository} {self.file} {self.arguments}".strip()
 
 
