@@ -57,10 +57,7 @@ def workload(name: str, *, tiny: bool) -> Workload:
     return Workload(_transformer, lambda n: (torch.randn(n, 8, 32),), _square, "tokens", 8)
 
 
-_TIMM = {
-    "mobilenetv3_large": ("mobilenetv3_large_100", "mobilenetv3_small_050"),
-    "resnet50": ("resnet50", "resnet10t"),
-}
+_TIMM = {"mobilenetv3_large": ("mobilenetv3_large_100", "mobilenetv3_small_050"), "resnet50": ("resnet50", "resnet10t")}
 
 
 def _images(make: Callable[[], nn.Module], side: int, classes: int) -> Workload:
