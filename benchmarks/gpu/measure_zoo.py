@@ -135,7 +135,7 @@ def zoo() -> list[Case]:
 
 def holdout() -> list[Case]:
     """Return the cases that are predicted before they are measured, the most valuable first."""
-    return [Case(*one, policy) for *one, policies in HOLDOUT for policy in policies.split()]
+    return [Case(*one[:3], policy) for one in HOLDOUT for policy in one[3].split()]
 
 
 def articles() -> list[Case]:
@@ -272,7 +272,7 @@ def measure(case: Case, device: str, idle_bytes: int) -> Measured:
     return Measured(**row, **(_memory(idle_bytes) if device == "cuda" else {}))
 
 
-def _memory(idle_bytes: int) -> dict[str, int]:
+def _memory(idle_bytes: int) -> dict[str, Any]:
     reserved = torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info()
     return {

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ TRAJECTORIES, UPDATES, STEPS, LR = 10_000, 16, 50, 1e-3
 def same_trajectory(draw: random.Random) -> bool:
     """Whether a dynamic scale and GradScaler, both with settings drawn at random, agree after each of 16 random overflows."""
     init_scale = draw.choice([1.0, 65536.0, 2.0**24, 3e-5, 1234.5, 7e9])
-    chosen = {
+    chosen: dict[str, Any] = {
         "growth_factor": draw.choice([1.001, 1.5, 2.0, 3.7, 4.0]),
         "backoff_factor": draw.choice([0.25, 1 / 3, 0.5, 0.75, 0.9]),
         "growth_interval": draw.choice([1, 2, 3, 5, 8]),

@@ -8,11 +8,13 @@ phase, and prints those with the largest differences, with the rates reached. ``
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.measure_kernels import Case, Kernel, Step, kind_of
+from benchmarks.gpu.measure_kernels import Kernel, Step, kind_of
+from benchmarks.gpu.measure_zoo import Case
 from benchmarks.prediction.predict_zoo import label, said, tapes
 from benchmarks.shared import csv_rows, options
 from mezzo.gpus import Gpu, find_gpu
@@ -131,10 +133,10 @@ def read(folder: Path) -> tuple[list[Step], dict[Case, list[Kernel]]]:
     return steps, kernels
 
 
-_PARSERS = {"int": int, "float": float, "str": str, "bool": "True".__eq__}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": "True".__eq__}
 
 
-def _typed(kind: type, cells: dict[str, str]) -> dict[str, object]:
+def _typed(kind: type, cells: dict[str, str]) -> dict[str, Any]:
     return {field.name: _PARSERS[str(field.type)](cells[field.name]) for field in fields(kind)}
 
 

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.harness import BUILDS, CONFIDENCE, RESULTS, Row, show, surroundings, write
+from benchmarks.shared import RESULTS, options
+from benchmarks.shared.harness import BUILDS, CONFIDENCE, Row, show, surroundings, write
 from benchmarks.shared.processes import Build, Loop, NoAnswerError, answer_of, build, ratio
 from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch import switched
@@ -270,7 +271,7 @@ def main(argv: Sequence[str] = ()) -> None:
     began_s = time.monotonic()
     args = _parse(argv)
     plan: Plan = replace(args.plan, seconds=args.seconds or args.plan.seconds)
-    facts = {"command": _command(argv)}
+    facts: dict[str, Any] = {"command": _command(argv)}
     torch.set_num_threads(1)
     if plan.device == "cpu":
         facts, folder, so_far = {**facts, "environment": surroundings("cpu")}, RESULTS, on_cpu(plan)
@@ -303,7 +304,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _parse(argv: Sequence[str]) -> Any:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks host_time")
+    parser = options(__name__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=tuple(MODELS), default="mlp", help="gpt2: on a GPU only, needs transformers")
     parser.add_argument("--seconds", type=float, help="on a GPU: the time limit for all builds")

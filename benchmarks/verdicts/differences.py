@@ -45,8 +45,8 @@ def rates(effort: float) -> list[Rate]:
         for verdict in ("equivalent", "different"):
             what = f"{verdict} at the margin, {num_seeds} seeds, {noise} noise"
             most = None if noise == "skewed" else 0.05
-            share = partial(share_of, verdict=verdict)
-            found.append(worst(what, _settings(noise, num_seeds), share, num=num, most=most))
+            ends = partial(share_of, verdict=verdict)
+            found.append(worst(what, _settings(noise, num_seeds), ends, num=num, most=most))
     for num_seeds in SEEDS:
         setting = Setting("normal", num_seeds, 5.0, 1.0, 1, at=0.0)
         share = share_of(setting, "equivalent", num=10 * num, seed=0)

@@ -14,7 +14,7 @@ if not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.prediction import article_numbers as articles
-from benchmarks.shared.harness import RESULTS
+from benchmarks.shared import RESULTS
 
 BANDS = {"slow": (100.0, 120.0), "fast": (200.0, 250.0)}
 

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.__main__ import BENCH, benchmarks, main
 from benchmarks.pages import format_pictures, readme
 from benchmarks.pages.readme import LINES, results, table, written
-from benchmarks.shared.harness import RESULTS, with_table
+from benchmarks.shared import RESULTS
+from benchmarks.shared.harness import with_table
 
 TEXT = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 THROUGHPUT = "docs/images/predicted_throughput.svg"

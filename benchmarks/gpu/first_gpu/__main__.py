@@ -15,8 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.first_gpu.running import BUDGET_S, ROOT, Results, Stage, write_json
+from benchmarks.gpu.first_gpu.running import BUDGET_S, Results, Stage, write_json
 from benchmarks.gpu.first_gpu.stages import STAGES, dry
+from benchmarks.shared import ROOT
 
 FAILED, BUSY, NO_GPU, LEFT = 1, 2, 3, 4
 PACKAGES = ("torch", "triton", "numpy", "torchao", "transformers", "timm", "accelerate", "lightning", "pytest")

@@ -101,7 +101,8 @@ def _zoo_of(cells: Mapping[str, str]) -> tuple[Training, Any, bool]:
         nesterov = partial(torch.optim.SGD, lr=0.01, momentum=0.937, nesterov=True)
         return Training(build, partial(squares, side), yolo_loss), nesterov, "ionogram" in name  # a share of the card
     of_detectron2 = cells["source_repo"].endswith("detectron2")
-    size, optimizer = _PHOTOGRAPH, _SGD
+    size: tuple[int, int] = _PHOTOGRAPH
+    optimizer: Any = _SGD
     build = detectron2_model(name) if of_detectron2 else detector(name)
     if build is None and (build := rotated_detector(name)) is not None:
         size = _TILE

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from benchmarks.shared import ROOT, options
-from benchmarks.shared.harness import RESULTS, surroundings, with_table
+from benchmarks.shared import RESULTS, ROOT, options
+from benchmarks.shared.harness import surroundings, with_table
 from mezzo.records import (
     AuditRecord,
     CheckRecord,

@@ -70,15 +70,24 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
     with tempfile.TemporaryDirectory() as folder_of_sandboxes:
         sandbox = Path(folder_of_sandboxes, "files")
         sandbox.mkdir()
-        archive = ["git", "-C", repository, "archive", script.commit, script.where, f":(exclude){script.leave_out}"]
+        archive: list[str | Path] = [
+            "git",
+            "-C",
+            repository,
+            "archive",
+            script.commit,
+            script.where,
+            f":(exclude){script.leave_out}",
+        ]
         files = subprocess.run(archive, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", sandbox], input=files, check=True)
         folder, environment = Path(sandbox, script.where), variables(script)
         if script.data is not None:
             script.data(folder)
         if script.prepare:
-            words = [sys.executable, script.prepare]
-            subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, script.prepare], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
+            )
         verb, *rest = shlex.split(line(script, command))
         words = [sys.executable, "-m", "mezzo", verb, "--out", str(results), *rest]
         if command == "resume":
