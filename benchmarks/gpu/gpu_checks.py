@@ -6,7 +6,7 @@ policy while torch raises an error at any wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 import mezzo
 from benchmarks.gpu.contest.cases import BUILT_IN, POLICIES
 from benchmarks.gpu.contest.workloads import workload
+from benchmarks.shared import options
 from mezzo.engine.optimizers.one_pass import choose
 from mezzo.errors import UnsupportedFormatError
 
@@ -86,9 +87,12 @@ def _refusing_waits(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def main(argv: list[str]) -> int:
-    what, device = argv[0], (argv[1:] or ["cuda"])[0]
-    if what == "kernels":
-        print(kernels(device), "updates")
+def main(argv: Sequence[str] = ()) -> int:
+    parser = options(__name__)
+    parser.add_argument("what", choices=("kernels", "waits"))
+    parser.add_argument("device", nargs="?", default="cuda", help="cpu tests this program")
+    chosen = parser.parse_args(argv)
+    if chosen.what == "kernels":
+        print(kernels(chosen.device), "updates")
         return 0
-    return min(waits(device), 1)
+    return min(waits(chosen.device), 1)

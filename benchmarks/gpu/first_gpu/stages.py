@@ -38,34 +38,37 @@ def _tests(name: str, *chosen: str, marked: str = "gpu") -> Case:
     return Case(name, command, modules=("pytest",), resumes=True)
 
 
+def _benchmark(name: str, *words: str) -> tuple[str, ...]:
+    return ("python", "-m", "benchmarks", name, *words)
+
+
 def _contest(name: str, only: str, limit_s: float, *options: str) -> Case:
     words = ("--only", only, "--minutes", f"{limit_s / 60:g}", "--out", "{out}", *options)
-    return Case(name, ("python", "-m", "benchmarks", "contest", *words), limit_s)
+    return Case(name, _benchmark("contest", *words), limit_s)
 
 
-def _zoo(cases: str) -> Case:
-    command = (
-        "python",
-        "-m",
-        "benchmarks",
-        "measure_zoo",
-        "--cases",
-        cases,
-        "--minutes",
-        "1e6",
-        "--out",
-        "{out}/zoo.csv",
-    )
-    return Case(cases, command, modules=ZOOS, resumes=True)
+def _zoo(cases: str, *options: str) -> Case:
+    words = ("--cases", cases, "--minutes", "1e6", "--out", "{out}/zoo.csv", *options)
+    return Case(cases, _benchmark("measure_zoo", *words), modules=ZOOS, resumes=True)
+
+
+def _kernels(*options: str) -> Case:
+    words = ("--seconds", "1e9", "--out", "{out}", *options)
+    return Case("steps", _benchmark("measure_kernels", *words), modules=ZOOS, resumes=True)
+
+
+def _operations(*options: str) -> Case:
+    command = _benchmark("host_by_operation", "--out", "{out}/operations.csv", *options)
+    return Case("operations", command, 120, resumes=True)
 
 
 def _host(model: str, seconds: float, *modules: str) -> Case:
-    options = ("--device", "cuda", "--model", model, "--seconds", f"{seconds:g}", "--out", "{out}")
-    return Case(f"run-{model}", ("python", "-m", "benchmarks", "host_time", *options), 2 * seconds, modules=modules)
+    words = ("--device", "cuda", "--model", model, "--seconds", f"{seconds:g}", "--out", "{out}")
+    return Case(f"run-{model}", _benchmark("host_time", *words), 2 * seconds, modules=modules)
 
 
-def _first(what: str, device: str, limit_s: float) -> Case:
-    return Case(what, ("python", "-m", "benchmarks.gpu.gpu_checks", what, device), limit_s)
+def _checks(what: str, device: str, limit_s: float) -> Case:
+    return Case(what, _benchmark("gpu_checks", what, device), limit_s)
 
 
 def _rivals() -> Iterable[Case]:
@@ -79,8 +82,6 @@ def _sanitized(case: Case) -> Case:
     return replace(case, name="sanitizer", command=command, program=command[0])
 
 
-_KERNELS = ("python", "-m", "benchmarks", "measure_kernels", "--seconds", "1e9", "--out", "{out}")
-_OPERATIONS = ("python", "-m", "benchmarks", "host_by_operation", "--out", "{out}/operations.csv")
 STAGES = (
     Stage(
         "failures",
@@ -95,12 +96,12 @@ STAGES = (
     Stage(
         "kernels",
         "roofs, the optimizer's passes, and each kernel of a step, which decide why predicted speed is off",
-        (_contest("roofs-optimizer", "^optimizer", 90), Case("steps", _KERNELS, modules=ZOOS, resumes=True)),
+        (_contest("roofs-optimizer", "^optimizer", 90), _kernels()),
     ),
     Stage(
         "host",
         "the host's time by operation, of which 6 us are assumed, and that of mezzo run, whose noise was too large",
-        (Case("operations", _OPERATIONS, 120, resumes=True), _host("mlp", 95), _host("gpt2", 105, "transformers")),
+        (_operations(), _host("mlp", 95), _host("gpt2", 105, "transformers")),
     ),
     Stage(
         "trainings",
@@ -115,25 +116,24 @@ STAGES = (
     Stage(
         "waits",
         "the kernels under compute-sanitizer, and steps that may not wait for the device",
-        (_sanitized(_first("kernels", "cuda", 180)), _first("waits", "cuda", 120)),
+        (_sanitized(_checks("kernels", "cuda", 180)), _checks("waits", "cuda", 120)),
     ),
 )
 
 
 def dry(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     """Return the stages with tiny cases that need no GPU, run by the same programs."""
-    tiny = ("--device", "cpu", "--tiny")
-    values = "tests/gpu/test_gpu_values.py"
+    tiny, cpu, values = ("--device", "cpu", "--tiny"), ("--device", "cpu"), "tests/gpu/test_gpu_values.py"
     cases = {
         "failures": [_tests("norms", f"{values}::test_a_norm_with_one_bad_value_is_not_finite", marked="not gpu")],
         "tests": [_tests("values", values, marked="not gpu")],
         "kernels": [
             _contest("roofs-optimizer", "^optimizer", 90, *tiny),
-            Case("steps", (*_KERNELS, "--cases", "tiny", "--device", "cpu"), resumes=True),
+            replace(_kernels("--cases", "tiny", *cpu), modules=()),
         ],
-        "host": [Case("operations", (*_OPERATIONS, "--device", "cpu", "--calls", "2"), 120, resumes=True)],
-        "trainings": [replace(_zoo("tiny"), command=(*_zoo("tiny").command, "--device", "cpu"), modules=())],
+        "host": [_operations(*cpu, "--calls", "2")],
+        "trainings": [replace(_zoo("tiny", *cpu), modules=())],
         "rivals": [_contest("captured", "^captured tiny_convnet", 120, *tiny)],
-        "waits": [_first("kernels", "cpu", 120), _first("waits", "cpu", 120)],
+        "waits": [_checks("kernels", "cpu", 120), _checks("waits", "cpu", 120)],
     }
     return tuple(replace(stage, cases=tuple(cases[stage.name])) for stage in stages)
