@@ -8,7 +8,6 @@ with the smallest and the largest, in microseconds a call, written at once; rows
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measure_zoo import wait
 from benchmarks.shared import csv_rows, options
+from benchmarks.shared.harness import summary
 
 NAMES = ("operation", "form", "us", "us_min", "us_max", "device", "torch")
 BLOCKS, WARM_UP = 7, 3
@@ -99,9 +99,7 @@ def main(argv: Sequence[str] = ()) -> None:
     for name, form, call in calls(chosen.device):
         if (name, form) in done:
             continue
-        us = times_us(call, chosen.device, chosen.calls)
-        found = (round(one, 3) for one in (statistics.median(us), min(us), max(us)))
-        csv_rows.append(
-            chosen.out, [dict(zip(NAMES, (name, form, *found, where, torch.__version__), strict=True))], NAMES
-        )
-        print(f"{name}, {form}: {statistics.median(us):.1f} us", flush=True)
+        us = summary(times_us(call, chosen.device, chosen.calls))
+        cells = (name, form, *(round(one, 3) for one in us.values()), where, torch.__version__)
+        csv_rows.append(chosen.out, [dict(zip(NAMES, cells, strict=True))], NAMES)
+        print(f"{name}, {form}: {us['median']:.1f} us", flush=True)

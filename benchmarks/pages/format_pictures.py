@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +14,10 @@ import matplotlib
 import torch
 
 from benchmarks.shared import ROOT
+from benchmarks.shared.harness import record_of
 from mezzo.commands.ranges.record import GRADIENTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
-from mezzo.records import RangesRecord, read_record
+from mezzo.records import RangesRecord
 from mezzo.report.colours import policy_style
 
 matplotlib.use("Agg")
@@ -68,16 +67,6 @@ def draw_small_updates(axes: Axes) -> None:
     axes.set_title("How finely: 1,000 updates of 0.0001 to a weight of 1", loc="left", fontsize=10)
 
 
-def ranges_of_digits(folder: Path) -> RangesRecord:
-    """Return the record of ``mezzo ranges`` for the digits example."""
-    script = ROOT / "examples" / "digits.py"
-    command = [sys.executable, "-m", "mezzo", "ranges", "--out", str(folder), str(script), "--epochs", "1"]
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    record = read_record(folder / "record.json")
-    assert isinstance(record, RangesRecord)
-    return record
-
-
 def draw_gradients(axes: Axes, record: RangesRecord) -> None:
     """Draw the gradients of the digits example by power of two, without a loss scale and with the one that Mezzo suggests."""
     window = next(window for window in record.windows if window.format == "fp16")
@@ -117,5 +106,6 @@ def main() -> None:
     save(REACH, draw_reach, height=2.6)
     save(UPDATES, draw_small_updates, height=2.8)
     with tempfile.TemporaryDirectory() as folder:
-        record = ranges_of_digits(Path(folder) / "ranges")
+        script = str(ROOT / "examples" / "digits.py")
+        record = record_of(["ranges", "--out", folder, script, "--epochs", "1"], Path(folder))
     save(GRADIENT_VALUES, lambda axes: draw_gradients(axes, record), height=2.8)

@@ -11,6 +11,8 @@ import json
 import math
 import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared import RESULTS
+from benchmarks.shared import RESULTS, ROOT
 
 Row = tuple[str, str, str]
 """What was measured, the result, and the target."""
@@ -94,9 +96,9 @@ def median_ms(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def spread(value: Mapping[str, float], unit: str = "x") -> str:
-    """Return a ratio as text: median (smallest to largest)."""
-    return f"{value['median']:.2f}{unit} ({value['min']:.2f} to {value['max']:.2f})"
+def spread(value: Mapping[str, float], unit: str = "x", *, digits: int = 2) -> str:
+    """Return a figure as text: median (smallest to largest)."""
+    return "{median:.{0}f}{1} ({min:.{0}f} to {max:.{0}f})".format(digits, unit, **value)
 
 
 def report(name: str, rows: list[Row], data: dict[str, Any]) -> None:
@@ -163,3 +165,15 @@ def with_table(page: str, begin: str, end: str, table: str) -> str:
             f"the page needs the line {begin.strip()!r}, and after it {end!r}, once each, around its table"
         )
     return before + begin + table + end + after
+
+
+def record_of(words: Sequence[str], out: Path) -> Any:
+    """Run a command of Mezzo that writes to ``out``, and return its record; its exit code is ignored, because the record has the reason."""
+    from mezzo.records import read_record
+
+    done = subprocess.run(
+        [sys.executable, "-m", "mezzo", *words], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    if not (out / "record.json").is_file():
+        raise SystemExit(f"{' '.join(words)}: no record, exit code {done.returncode}\n{done.stderr[-2000:]}")
+    return read_record(out / "record.json")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 
 from benchmarks.shared import ROOT
-from benchmarks.shared.harness import report
+from benchmarks.shared.harness import ratio, report, spread, summary
 
 RUNS = 7
 SCRIPTS = {
@@ -43,11 +42,9 @@ def main() -> None:
     program = f"import sys, mezzo.cli\ntry: mezzo.cli.main(['--help'])\nfinally: print(*({loaded_by_help}))"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     loaded = printed.strip().splitlines()[-1]
-    of_help = seconds["help"]
-    text = f"{statistics.median(of_help):.3f} s ({min(of_help):.3f} to {max(of_help):.3f})"
+    text = spread(summary(seconds["help"]), " s", digits=3)
     rows = [("mezzo --help, CPU time", text, "0.25 s"), ("imports torch or pydantic", loaded, "neither")]
-    for (name, plain), target in zip(((name, seconds[name]) for name in SCRIPTS), ("1.15", "1.2"), strict=True):
-        ratios = [run / alone for run, alone in zip(seconds[f"{name}, mezzo run"], plain, strict=True)]
-        text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    for name, target in zip(SCRIPTS, ("1.15", "1.2"), strict=True):
+        text = spread(ratio(seconds, f"{name}, mezzo run", name), "")
         rows.append((f"mezzo run over python, {name}, CPU time", text, target))
     report("startup", rows, {"seconds": seconds})

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.__main__ import BENCH, benchmarks, main
 from benchmarks.pages import format_pictures, readme
-from benchmarks.pages.readme import LINES, results, table, written
+from benchmarks.pages.readme import LINES, figures, results, written
 from benchmarks.shared import RESULTS
 from benchmarks.shared.harness import with_table
 
@@ -95,7 +95,7 @@ def test_every_figure_was_printed_by_the_benchmark_that_it_names(line: readme.Li
     record = json.loads((RESULTS / f"{line.benchmark}.json").read_text(encoding="utf-8"))
     assert record["command"] == f"python -m benchmarks {line.benchmark}"
     assert line.benchmark in BENCH
-    assert line.figures(results(line.benchmark)) in table()
+    assert line.figures(results(line.benchmark)) in figures()
 
 
 def test_every_picture_is_made_by_a_command() -> None:
@@ -107,7 +107,7 @@ def test_every_picture_is_made_by_a_command() -> None:
 
 
 def test_a_changed_figure_is_put_right() -> None:
-    line = next(line for line in table().splitlines() if "bytes per parameter" in line)
+    line = next(line for line in figures().splitlines() if "bytes per parameter" in line)
     assert written(TEXT.replace(line, line.replace("16 in FP16", "12 in FP16"))) == TEXT
 
 
