@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
                 print(f"\n{folder}")
             print(f"  {name:18} {one.question}")
         print(
-            "\nbench: those of some ten minutes that need no GPU and no other package. NAME --help shows the options of one."
+            "\nbench: all that need no GPU, no other package and some ten minutes. NAME --help shows the options of one."
         )
         return 0
     if words == ["bench"]:

@@ -2,7 +2,7 @@
 
 The task is to fit a random function with a small network, AdamW with a linearly falling learning rate, 400 updates. It is short enough
 for several seeds, and sensitive: rounding BF16 weights to nearest doubles the final loss. Arithmetic is emulated, so that the numerics
-are those of a GPU.
+are a GPU's.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SMALL = {
     "cartpole.py": "--updates 12 --ticks 60",
 }
 EXAMPLES = [Example(script, words.split()) for script, words in _SMALL.items()]
-"""The examples that run in Mezzo's own environment; those of timm, Keras and Paddle have theirs."""
+"""The examples that run in Mezzo's own environment; timm's, Keras' and Paddle's have theirs."""
 
 
 def comparison_of(example: Example, data: Path, out: Path, *, seeds: int, policies: Sequence[str]) -> list[str]:

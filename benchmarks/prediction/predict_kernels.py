@@ -1,6 +1,6 @@
 """Which kinds of operation take more or less time than predicted, in the steps that ``measure_kernels`` profiled?
 
-The prediction is that of ``mezzo predict --model``, with the shipped constants. The time in which no kernel ran in the measured step is a
+The prediction is what ``mezzo predict --model`` says, with the shipped constants. The time in which no kernel ran in the measured step is a
 separate row: the device waited, for the host or between kernels. ``--calls KIND`` pairs the operations of a kind, in their order in each
 phase, and prints those with the largest differences, with the rates reached. ``--out`` writes the table as CSV.
 """
@@ -68,7 +68,7 @@ def measured_calls(kernels: Iterable[Kernel]) -> list[Call]:
 
 
 def predicted_calls(operations: Sequence[CostedOperation], seconds: Iterable[float]) -> list[Call]:
-    """Return the calls of a tape's operations; a convolution's gradients, including that of its bias, are one call."""
+    """Return the calls of a tape's operations; a convolution's gradients, its bias's included, are one call."""
     found: list[Call] = []
     last: CostedOperation | None = None
     for operation, second in zip(operations, seconds, strict=True):

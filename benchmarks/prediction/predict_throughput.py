@@ -1,7 +1,7 @@
 """How far is predicted throughput from the measured one, row by row of a public table?
 
 The file has the columns of gpu_training_throughput.csv. With ``--hold-out none`` the shipped constants predict every row. With another
-choice the constants are fitted again on the rows, excluding those of the predicted row's GPU family or class of models.
+choice the constants are fitted again on the rows, without the predicted row's GPU family or class of models.
 """
 
 from __future__ import annotations

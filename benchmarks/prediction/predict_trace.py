@@ -1,7 +1,7 @@
 """How much time and memory does it take to trace a training step for a prediction?
 
 Each model is traced in a separate process: the clock runs from building the model to the finished tape, and the largest resident
-memory is that of the whole process, including libraries. timm and transformers are needed.
+memory is the whole process's, including libraries. timm and transformers are needed.
 """
 
 from __future__ import annotations

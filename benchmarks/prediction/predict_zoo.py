@@ -110,7 +110,7 @@ def main(argv: Sequence[str] = ()) -> None:
 
 
 def compare(path: Path) -> list[harness.Row]:
-    """Print each row of ``path``; print and return the errors, those of stored predictions too if they differ from today's."""
+    """Print each row of ``path``; print and return the errors, also of stored predictions if they differ from today's."""
     rows: list[Row] = []
     then: list[Row] = []
     reasons, stored, changed = Counter[str](), stored_beside(path), 0

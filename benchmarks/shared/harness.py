@@ -74,8 +74,8 @@ def over_builds(ratios: Iterable[Iterable[float]]) -> dict[str, Any]:
     """Return the median over builds of each build's median ratio, and the interval of these medians.
 
     The interval is the narrowest one between two of them that contains the true median in at least 95% of all cases: from the 3rd to the
-    10th of 12. Fewer than six have no such interval; then it is that from the smallest to the largest. ``confidence`` is that of the
-    interval.
+    10th of 12. Fewer than six have no such interval; then it is from the smallest to the largest. ``confidence`` is the
+    interval's.
     """
     medians = sorted(statistics.median(build) for build in ratios)
     outside = max((k for k in range(len(medians) // 2) if _confidence(len(medians), k) >= CONFIDENCE), default=0)

@@ -3,7 +3,7 @@
 In one process that sets and removes the hooks between blocks, Python's specialization of the changed types is lost each time, and the
 loop with more Python pays most for that: 2% of a small step, which no script pays. The processes of a build are forked from one, so they
 have the same imports. They run their blocks alternately. The placement of memory favours one loop or another by a percent or two, so
-there are several builds, and the interval is that of their medians.
+there are several builds, and the interval is between their medians.
 
 A process that has called CUDA's driver, or run a backward pass of a build for CUDA, has no forks that can use the GPU. So if the
 loops train on a GPU, the process that forks runs none of them: it only imports, and queries the GPU in a temporary process.

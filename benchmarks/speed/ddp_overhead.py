@@ -3,7 +3,7 @@
 Two gloo processes run both loops alternately, block by block, so that both see the same load. The CPU time counts the threads that
 train: forward and backward pass, hooks and update run in a process's first thread. The time of gloo's threads depends on how
 long processes wait for each other, and is shown separately. Each pair of blocks yields one ratio, of the sums over both processes. Both
-loops are rebuilt several times, because their placement in memory favours one or the other; the interval is that of the builds'
+loops are rebuilt several times, because their placement in memory favours one or the other; the interval is between the builds'
 medians. The hand-written loop against itself shows the smallest difference that can be resolved.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the comparison over all processes: the ratio of a pair is that of the sums over the processes."""
+    """Return the comparison over all processes: the ratio of a pair divides the sums over the processes."""
     builds = []
     for build in range(len(ranks[0]["training_ms"])):
         pairs = zip(*(rank["training_ms"][build] for rank in ranks), strict=True)

@@ -3,7 +3,7 @@
 Every way begins with scaled FP16 gradients and ends with updated FP16 weights. The hand-written way uses torch alone: FP32 copies of the
 gradients, ``GradScaler.unscale_``, ``clip_grad_norm_``, ``AdamW(foreach=True)``, masters copied into the
 weights. Ours reads every gradient twice (norm, update) and everything else once: 30 bytes per parameter, whose rate is compared with
-that of copying a large tensor in the same rounds.
+a copy of a large tensor in the same rounds.
 """
 
 from __future__ import annotations

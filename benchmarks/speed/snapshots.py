@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def costs(policy: str, folder: Path) -> tuple[float, float, float, int]:
-    """Return CPU seconds of the first and of the cheapest later save in the training thread, those of writing, and the bytes."""
+    """Return CPU seconds of the first and of the cheapest later save in the training thread and of writing, and the bytes."""
     session = trained(policy)
     stopped: list[float] = []
     wrote: list[float] = []

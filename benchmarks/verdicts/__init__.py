@@ -9,7 +9,7 @@ Losses, metrics, errors of gradients and loss scales whose truth is known are ju
 ``modules``      modules of healthy trainings that ``fallback`` blames, and faults that it calls not needed
 ``scales``       loss scales that ``diagnose`` finds too low: false alarms and misses
 
-A rate is that of the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
+A rate is the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
 Everything is seeded, and uses one core.
 """
 

@@ -32,7 +32,7 @@ class Setting:
     share: float
     """The known part of the margin, in units of the spread."""
     closeness: float
-    """Standard deviation of the pairs' differences, relative to that of the baseline's runs; ``UNPAIRED`` for independent runs."""
+    """Standard deviation of the pairs' differences, relative to the baseline's runs; ``UNPAIRED`` for independent runs."""
     sign: int
     at: float = 1.0
     """The true difference, in units of the margin."""

@@ -1,6 +1,6 @@
 """Rates for a metric that is a count over a test set, or has few printed digits, with the true difference at the margin.
 
-A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or drawn from a binomial, like that of a
+A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or drawn from a binomial, as in a
 new test set. Settings differ in the accuracy and its place within a step, in the spread of seeds that both runs
 of a pair share, and in the spread that each run has alone.
 """
@@ -31,7 +31,7 @@ class Setting:
 
     num_examples: int
     counted: bool
-    """Whether the values are known to be counts over examples; otherwise the step is that of printed digits."""
+    """Whether the values are known to be counts over examples; otherwise the step is the printed digits'."""
     num_seeds: int
     accuracy: float
     shared: float

@@ -102,7 +102,7 @@ def _scaled(fits: Array, interval: int) -> tuple[Array, np.ndarray[tuple[int, in
 
 @cache
 def _shift(setting: Setting) -> float:
-    """Return how much larger all scales must be that fit, so that the mean exponent is that of the setting."""
+    """Return how much larger all scales must be that fit, so that the mean exponent is the setting's."""
     fits = _fitting(setting, _MANY, np.random.default_rng(0)) + setting.mean
     scales, _ = _scaled(fits, setting.interval)
     return 2.0 * setting.mean - float(np.mean(scales[:, setting.num_steps // 2 :]))

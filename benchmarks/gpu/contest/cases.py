@@ -90,7 +90,7 @@ def _compiled(model: str, batch: int) -> Case:
 
 
 def _policy(model: str, batch: int, policy: str) -> Case:
-    # One case per policy: captured steps keep their memory, and those of all policies together would not fit.
+    # One case per policy: captured steps keep their memory, and all policies together would not fit.
     loop = Way("torch.amp", "bf16" if policy == "fp8" else policy.removesuffix("-master"))
     ways = [loop, Way("mezzo", policy), Way("mezzo", policy, "captured")]
     return _training(f"policy {policy}", model, batch, ways, loop, 25)

@@ -100,7 +100,7 @@ STAGES = (
     ),
     Stage(
         "host",
-        "the host's time by operation, of which 6 us are assumed, and that of mezzo run, whose noise was too large",
+        "the host's time by operation, of which 6 us are assumed, and of mezzo run, whose noise was too large",
         (_operations(), _host("mlp", 95), _host("gpt2", 105, "transformers")),
     ),
     Stage(

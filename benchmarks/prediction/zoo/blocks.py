@@ -93,7 +93,7 @@ class _Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A ResNet or ResNeXt that returns the results of its stages.
 
-    ``style`` is "pytorch", "caffe" or "detectron2"; ``width`` that of the first stage's windows, all groups together; a ``dilated`` last
+    ``style`` is "pytorch", "caffe" or "detectron2"; ``width`` counts the first stage's windows, all groups together; a ``dilated`` last
     stage keeps the resolution (detectron2's DC5).
     """
 

@@ -155,7 +155,7 @@ def _differences(wanted: RunRecord, weights: list[int], results: Path, now: list
 
 
 def _files(one: Path, two: Path) -> list[str]:
-    """Return what differs between the files of two folders, except those of TensorBoard and those named by the clock."""
+    """Return what differs between the files of two folders, except TensorBoard's and what is named by the clock."""
     names = {
         str(path.relative_to(root))
         for root in (one, two)
