@@ -73,21 +73,32 @@ def test_networks_have_the_published_number_of_weights(find: Callable[[str], Any
 
 
 @pytest.mark.parametrize(
-    ("name", "built"),
+    ("name", "parts"),
     [
-        ("Faster R-CNN: R50-C4 1x", "Regional"),
-        ("Faster R-CNN: R50-DC5 3x", "Regional"),
-        ("RetinaNet: R101 3x", "DenseOfDetectron2"),
-        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", "Regional"),
-        ("COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x", "Regional"),
+        ("Faster R-CNN: R50-C4 1x", ["Proposals", "_WholeStage"]),
+        ("Faster R-CNN: R50-DC5 3x", ["Proposals", "_Boxes"]),
+        ("RetinaNet: R101 3x", []),
+        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", ["Pyramid", "_Boxes"]),
+        (
+            "COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x",
+            ["Pyramid", "Proposals", "_Boxes", "_Keypoints"],
+        ),
         ("COCO Panoptic Segmentation Baselines with Panoptic FPN R50-FPN 1x", None),
         ("Cityscapes & Pascal VOC Baselines R50-C4, VOC", None),
     ],
 )
-def test_rows_of_detectron2_are_told_apart(name: str, built: str | None) -> None:
+def test_rows_of_detectron2_are_told_apart(name: str, parts: list[str] | None) -> None:
     build = detectron2_model(name)
+    if build is None:
+        assert parts is None
+        return
     with torch.device("meta"):
-        assert (None if build is None else type(build()).__name__) == built
+        network: Any = build()
+    if not parts:
+        assert type(network).__name__ == "DenseOfDetectron2"
+        return
+    found = [part for part in (network.neck, network.proposals, *network.heads) if part is not None]
+    assert [type(part).__name__ for part in found] == parts
 
 
 @pytest.mark.parametrize(("measure", "numbers", "bytes_a_pair"), [(overlaps, 4, 36), (rotated_overlaps, 5, 4)])

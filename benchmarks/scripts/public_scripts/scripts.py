@@ -52,9 +52,10 @@ class Script(NamedTuple):
 
 
 def _script(cells: dict[str, str]) -> Script:
-    variables = dict(pair.split("=") for pair in cells.pop("variables").split())
-    write = getattr(data, cells.pop("data"), None)
-    return Script(**{**cells, "leave_out": cells["leave_out"] or "*.gif"}, data=write, variables=variables)  # type: ignore[arg-type]
+    variables = dict(pair.split("=") for pair in cells["variables"].split())
+    write = getattr(data, cells["data"]) if cells["data"] else None
+    changed = {"data": write, "variables": variables, "leave_out": cells["leave_out"] or "*.gif"}
+    return Script(**cells | changed)  # type: ignore[arg-type]
 
 
 SCRIPTS = [_script(cells) for cells in csv_rows.read(HERE / "scripts.csv")]
