@@ -13,10 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from benchmarks.shared import RESULTS, ROOT, options
-from benchmarks.shared.harness import surroundings, with_table
+from benchmarks.shared import RESULTS, ROOT, harness, options
 from mezzo.records import (
     AuditRecord,
     CheckRecord,
@@ -98,13 +97,10 @@ class Cell(NamedTuple):
 def cell(framework: Framework, command: str, words: Sequence[str] = (), *, python: Path | None = None) -> Cell:
     """Run a command, by default with the options of ``COMMANDS`` and the framework's interpreter, in a new folder."""
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        python = python or framework.python
-        options = [*(words or COMMANDS[command]), "--out", "out"]
+        work, interpreter, script = Path(folder), str(python or framework.python), str(SCRIPTS / framework.script)
+        words = [*(words or COMMANDS[command]), "--out", "out"]
         checkpoints = "checkpoints" if command in ("as-is", "run", "watch", "predict") else "{run}"
-        done = _run(
-            framework, [str(python), "-m", "mezzo", *options, str(SCRIPTS / framework.script), checkpoints], work
-        )
+        done = _run(framework, [interpreter, "-m", "mezzo", *words, script, checkpoints], work)
         if done is None:
             return Cell("defect", 124, f"not finished after {LIMIT_S} s")
         said = done.stderr.strip()
@@ -115,7 +111,7 @@ def cell(framework: Framework, command: str, words: Sequence[str] = (), *, pytho
             refused = done.returncode in (2, 3, 7) and said.count("  hint: ") == 1
             return Cell("refused" if refused else "defect", done.returncode, _message(said))
         if command == "as-is":
-            plain = _run(framework, [str(python), str(SCRIPTS / framework.script), "checkpoints-of-plain-python"], work)
+            plain = _run(framework, [interpreter, script, "checkpoints-of-plain-python"], work)
             equal = plain is not None and _digest(plain.stdout) == _digest(done.stdout) != ""
             return Cell("works" if equal else "defect", done.returncode, "bit-equal" if equal else "not bit-equal")
         answer = _answer(record)
@@ -124,16 +120,9 @@ def cell(framework: Framework, command: str, words: Sequence[str] = (), *, pytho
 
 def _run(framework: Framework, command: list[str], folder: Path) -> subprocess.CompletedProcess[str] | None:
     variables = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": framework.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    own: dict[str, Any] = {"cwd": folder, "env": os.environ | variables, "capture_output": True, "text": True}
     try:
-        return subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        return subprocess.run(command, timeout=LIMIT_S, check=False, **own)
     except subprocess.TimeoutExpired:
         return None
 
@@ -143,13 +132,8 @@ def _digest(printed: str) -> str:
 
 
 def _message(said: str) -> str:
-    return (
-        said.rpartition("mezzo: ")[2]
-        .partition("\n  hint: ")[0]
-        .strip()
-        .partition("\n")[0]
-        .replace(f"{SCRIPTS}/", "")[:200]
-    )
+    message = said.rpartition("mezzo: ")[2].partition("\n  hint: ")[0].strip()
+    return message.partition("\n")[0].replace(f"{SCRIPTS}/", "")[:200]
 
 
 def _answer(path: Path) -> str:
@@ -182,7 +166,7 @@ def _decided(verdict: str) -> str:
 def table(cells: dict[str, dict[str, Cell]]) -> str:
     """Return the cells as a Markdown table, and the reasons of the refusals below it."""
     reasons: list[str] = []
-    lines = [["framework", *(f"`{name}`" for name in COMMANDS)], ["---"] * (len(COMMANDS) + 1)]
+    rows = []
     for name, row in cells.items():
         shown = []
         for command in COMMANDS:
@@ -196,9 +180,9 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
             reason = f"`{command}`: {detail.rpartition(' script, and ')[2]}"
             reasons += [] if reason in reasons else [reason]
             shown.append(f"{outcome} ({reasons.index(reason) + 1})")
-        lines.append([FRAMEWORKS[name].shown, *shown])
-    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return text + "\n" + "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
+        rows.append([FRAMEWORKS[name].shown, *shown])
+    listed = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
+    return f"{harness.table(['framework', *(f'`{name}`' for name in COMMANDS)], rows)}\n{listed}"
 
 
 def main(words: Sequence[str] = ()) -> None:
@@ -209,9 +193,8 @@ def main(words: Sequence[str] = ()) -> None:
     args = parser.parse_args(words)
     chosen = [(name, command) for name in args.only for command in args.commands]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (name, command), found in zip(
-            chosen, pool.map(lambda c: cell(FRAMEWORKS[c[0]], c[1]), chosen), strict=True
-        ):
+        cells = pool.map(lambda one: cell(FRAMEWORKS[one[0]], one[1]), chosen)
+        for (name, command), found in zip(chosen, cells, strict=True):
             print(f"{name:22} {command:13} {found.outcome:8} {found.code:3}  {found.detail}", flush=True)
             _store(name, command, found)
 
@@ -228,7 +211,7 @@ def stored_cells() -> dict[str, dict[str, Cell]]:
 def _store(name: str, command: str, found: Cell) -> None:
     cells = stored_cells()
     cells.setdefault(name, {})[command] = found
-    facts = {"command": "make frameworks-table", "environment": surroundings("cpu"), "cells": cells}
-    STORED.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    page = with_table(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(stored_cells()))
+    facts = {"command": "make frameworks-table", "environment": harness.surroundings("cpu"), "cells": cells}
+    harness.write(STORED, [], facts)
+    page = harness.with_table(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(stored_cells()))
     PAGE.write_text(page, encoding="utf-8")
