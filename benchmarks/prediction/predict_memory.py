@@ -37,17 +37,22 @@ def main(argv: Sequence[str] = ()) -> None:
         print(
             f"{one.name:48} {sizes} {_percent(one.predicted_bytes, one.measured_bytes):+.1f}%{_device(one)}", flush=True
         )
-    summary: list[Row] = [(f"not predicted ({count})", reason, "") for reason, count in reasons.most_common()]
+    summary: list[Row] = []
+
+    def say(what: str, text: str) -> None:
+        print(f"{what}: {text}")
+        summary.append((what, text, ""))
+
+    for reason, count in reasons.most_common():
+        say(f"not predicted ({count})", reason)
     if right := [answer for one in found for answer in one.right]:
-        summary.append(("would it fit under a cap", f"right {sum(right)} of {len(right)}", ""))
+        say("would it fit under a cap", f"right {sum(right)} of {len(right)}")
     if ratios := _ratio_errors(found):
         text = f"median error {np.median(ratios):.1f}% of {len(ratios)} pairs"
-        summary.append(("memory of mixed precision over FP32", text, ""))
+        say("memory of mixed precision over FP32", text)
     devices = [abs(_percent(one.device_bytes, one.measured_device_bytes)) for one in found if one.device_bytes]
     if devices:
-        summary.append(("nvidia-smi", f"{_said(devices)} of {len(devices)} rows", ""))
-    for what, text, _ in summary:
-        print(f"{what}: {text}")
+        say("nvidia-smi", f"{_said(devices)} of {len(devices)} rows")
     errors = [abs(_percent(one.predicted_bytes, one.measured_bytes)) for one in found]
     if chosen.plot is not None and found:
         names = ("measured_bytes", "predicted_bytes")
