@@ -125,8 +125,9 @@ demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 	-$(VENV)-paddle/bin/mezzo compare $(DIGITS) --out runs/frameworks/paddle examples/paddle_digits.py
 	$(BIN)/mezzo report runs/frameworks/*/record.json
 
+# Lint, types, laws of the tree and words: the checks of .pre-commit-config.yaml.
 check: static
-	$(BIN)/python -m pytest -q tests/project/test_laws.py
+	$(BIN)/python -m pytest -q -n 2 tests/project/test_laws.py tests/project/test_words.py -m 'not slow'
 
 # Every command on one small training of every framework: about an hour, and the table of docs/frameworks.md.
 frameworks-table: environments $(VENV)-trainers/.ready

@@ -22,7 +22,7 @@ MODULES = {
     "mezzo.compat.apex.amp": "initialize scale_loss master_params state_dict load_state_dict",
     "mezzo.compat.apex.optimizers": "FusedAdam FusedSGD",
 }
-"""Public modules and their names; those of mezzo are what it exports."""
+"""Public modules and their names; mezzo's are what it exports."""
 
 
 def write(docs: Path) -> None:

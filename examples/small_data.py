@@ -2,8 +2,8 @@
 
     python examples/small_data.py data
 
-Pictures are the handwritten digits of scikit-learn, enlarged; sentences are drawn from a small grammar. The formats are those of the real
-data sets: put the real files in the same place, and the same script trains on them.
+Pictures are the handwritten digits of scikit-learn, enlarged; sentences are drawn from a small grammar. The formats are the real data
+sets': put the real files in the same place, and the same script trains on them.
 """
 
 import argparse

@@ -26,7 +26,10 @@ APEX = "to run it with Mezzo's, type: python -m mezzo.compat.apex SCRIPT"
         ("NameError: name 'display' is not defined", "write from IPython.display import display, or print"),
         ("train.py:3: NameError: name 'get_ipython' is not defined", "put %%mezzo above the cell that trains"),
         ("NameError: name 'ipython' is not defined", ""),
-        ("AssertionError: Torch not compiled with CUDA enabled", "mezzo predict shows its speed and memory on GPUs"),
+        (
+            "AssertionError: Torch not compiled with CUDA enabled",
+            "mezzo predict shows its speed and memory on other machines' GPUs",
+        ),
         ("RuntimeError: No CUDA GPUs are available", "torch.cuda.is_available()"),
         ("ImportError: cannot import name 'amp' from 'apex' (/lib/apex/__init__.py)", APEX),
         ("train.py:1: ModuleNotFoundError: No module named 'apex.amp'", APEX),

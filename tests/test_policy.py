@@ -741,13 +741,13 @@ REFUSED = [
         "fp8:fp8_recipe=rowwise",
         ABSENT,
         "policy fp8:fp8_recipe=rowwise cannot compute in e4m3 on cuda: torch finds no CUDA device on this machine",
-        "choose another device: mezzo doctor lists those of this machine",
+        "choose another device: mezzo doctor lists this machine's devices",
     ),
     (
         "fp16",
         ABSENT,
         "policy fp16 cannot compute in fp16 on cuda: torch finds no CUDA device on this machine",
-        "choose another device: mezzo doctor lists those of this machine",
+        "choose another device: mezzo doctor lists this machine's devices",
     ),
 ]
 

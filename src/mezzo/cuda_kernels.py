@@ -6,7 +6,7 @@
 
 Which operations these are follows from torch 2.13's test database (``op_db``, ``dtypesIfCUDA`` and ``backward_dtypesIfCUDA``). An entry
 there is a Python function; listed here is the operation in it that has no kernel, so that other callers of it are covered and shared
-parts are not. ``tests/oracles/cuda_kernels.py`` compares this list with the database. The words are those of
+parts are not. ``tests/oracles/cuda_kernels.py`` compares this list with the database. The words come from
 ``aten/src/ATen/native``: where a kernel depends on sizes (``lu_factor_cublas``, ``lu_factor_cusolver``), the name is one of them.
 
 Fourier transforms have rules of their own (``engine.matrix_units.fourier``): cuFFT's FP16 depends on sizes.
@@ -124,4 +124,4 @@ CPU_LACKS: tuple[str, ...] = (
     "_safe_softmax",  # the gradient only
 )
 DRAWS = ("rrelu",)
-"""Those of ``CPU_LACKS`` that draw random numbers."""
+"""Operations of ``CPU_LACKS`` that draw random numbers."""

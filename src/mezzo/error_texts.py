@@ -8,25 +8,24 @@ _NO_GPU = r"Torch not compiled with CUDA enabled|not linked with support for cud
 _ADVICE = {
     r"(?:ModuleNotFoundError|ImportError): .*\bapex\b": "the installed apex lacks what the script imports; to run it with Mezzo's, type: "
     "python -m mezzo.compat.apex SCRIPT",
-    r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
-    "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
+    r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), "
+    "which only IPython has, or put %%mezzo above the cell that trains, in the notebook",
     r"NameError: name 'display' is not defined": "display() is IPython's, which adds it to notebooks only: write from IPython.display "
     "import display, or print",
-    _NO_GPU: "the script asks for a GPU, and this machine has none: mezzo predict shows its speed and memory on GPUs that this machine "
-    "does not have; to train here, write "
-    'device = "cuda" if torch.cuda.is_available() else "cpu" and use it',
+    _NO_GPU: "the script asks for a GPU, and this machine has none: mezzo predict shows its speed and memory on other machines' GPUs. "
+    'To train here, write device = "cuda" if torch.cuda.is_available() else "cpu" and use it',
 }
 
 _HOST_READ = (
     "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), creates a tensor from Python numbers, or "
-    "allocates memory by a value that it reads; remove that, or train with step(loss)"
+    "allocates memory by a value. Remove that, or train with step(loss)"
 )
 _BROKEN_CAPTURES = {
     "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
     "checkpoint(..., preserve_rng_state=False); dropout inside then draws new numbers when it is recomputed",
-    "stale reference": "a loss or output of an earlier step is alive and keeps autograd's nodes on another stream: del loss, then capture",
-    "legacy stream": "a loss or output of an earlier step is alive and keeps autograd's nodes on the default stream: "
-    "del loss, then capture; or remove work on other streams from the step",
+    "stale reference": "a loss or output of an earlier step keeps autograd's nodes on another stream: del loss, then capture",
+    "legacy stream": "a loss or output of an earlier step keeps autograd's nodes on the default stream: "
+    "del loss before the capture, or remove work on other streams from the step",
     "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
     "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
 }

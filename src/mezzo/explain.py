@@ -165,7 +165,7 @@ def _communication(policy: PolicyFields) -> list[Choice]:
     return choices
 
 
-def communication_left_out(policy: PolicyFields) -> list[Choice]:
+def communication_not_honoured(policy: PolicyFields) -> list[Choice]:
     """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
     reason = "formats of communication are set, and emulated, for PyTorch only"
     requested = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]

@@ -1,6 +1,6 @@
 """Which operation runs in which precision: the portable op lists, as data.
 
-The lists are those of ``torch.autocast("cuda")`` (pytorch ``aten/src/ATen/autocast_mode.h``, torch 2.13), grouped into
+The lists are ``torch.autocast("cuda")``'s (pytorch ``aten/src/ATen/autocast_mode.h``, torch 2.13), grouped into
 families that a policy can change and that run on every device. torch's own CPU lists differ (softmax, layer_norm, sum
 and pow stay in 16 bits there), so a CPU run under ``torch.autocast("cpu")`` says little about a GPU run.
 
@@ -188,7 +188,7 @@ _FAMILY_OF_OP = {python_name(op): family for family in FAMILIES for op in family
 
 
 def is_listed(name: str) -> bool:
-    """Return whether ``name`` is that of a family or of an operation of one."""
+    """Return whether ``name`` names a family or an operation in one."""
     return name in BY_NAME or SYNONYMS.get(name, name).removeprefix("linalg_") in _FAMILY_OF_OP
 
 
@@ -217,7 +217,7 @@ def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...
     """Return the precision of every operation: the families' own, changed by the names a user gave.
 
     Raises:
-        PolicyError: an unknown name, or one that is in two lists.
+        PolicyError: a name is unknown, or in two lists.
     """
     chosen: dict[str, Precision] = {op: f.precision for f in FAMILIES for op in f.ops}
     changed: dict[str, str] = {}

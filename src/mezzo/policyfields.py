@@ -84,7 +84,7 @@ class PolicyFields:
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
     reduce: Exchanged = "auto"
-    """Format in which gradients are summed over processes; ``auto``: the one that they are in."""
+    """Format in which gradients are summed over processes; ``auto``: their own."""
     gather: Exchanged = "auto"
     """Format in which ``fully_shard`` gathers weights; ``auto``: as the script says."""
     world: int = 1
@@ -132,7 +132,7 @@ class PolicyFields:
         if worst.level == "impossible":
             raise UnsupportedFormatError(
                 f"policy {self!s} cannot compute in {worst.format} on {device.name}: {worst.reason}",
-                hint="choose another device: mezzo doctor lists those of this machine",
+                hint="choose another device: mezzo doctor lists this machine's devices",
             )
         if self.arithmetic == "emulated":
             return "emulated", "the policy asks for emulated arithmetic"

@@ -122,7 +122,7 @@ def _header(found: re.Match[str]) -> str:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether the name of an option, variable or field makes its value one that must not be written."""
+    """Return whether the value of an option, variable or field of this name must not be written."""
     name = _SECOND_WORD.sub("_", name)
     if (
         value.lower() in _NO_VALUE

@@ -1,4 +1,4 @@
-"""Folders for temporary files: they end with their process or, if it was killed, with the next one that makes such a folder."""
+"""Folders for temporary files: they end with their process or, if it was killed, when another process makes such a folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def namespace() -> str:
 
 
 def _new_folder() -> Path:
-    """Create a folder with the name of this process, after those of processes that have ended are removed."""
+    """Create a folder with the name of this process, after removing folders of processes that have ended."""
     for folder in Path(tempfile.gettempdir()).glob("mezzo-of-*"):
         found = _NAME.fullmatch(folder.name)
         if found is None or found["namespace"] != namespace() or found["began"] == began(int(found["pid"])):

@@ -1,7 +1,7 @@
 """The version of Mezzo: the one place where it is written.
 
 ``pyproject.toml`` reads it, so package, records, documentation and ``mezzo --version`` agree. The metadata of an editable installation are
-those of the day it was installed; this is the version of the code that runs.
+of the day it was installed; this is the version of the code that runs.
 """
 
 VERSION = "0.2.0"

@@ -331,9 +331,7 @@ def test_a_prepared_optimizer_copies_and_pickles(policy: str, way: Any) -> None:
         assert torch.equal(state["momentum_buffer"], theirs["state"][number]["momentum_buffer"])
     with pytest.raises(SessionError) as caught:
         twin.step()
-    assert (
-        caught.value.message == "step() of a copy of a prepared optimizer; allowed: of one that an accelerator prepared"
-    )
+    assert caught.value.message == "step() of a copy of a prepared optimizer; allowed: of the prepared optimizer itself"
     assert room.prepare(twin).accelerator is room
     (x, y), *_ = batches(1)
     room.backward(F.mse_loss(model(x), y))

@@ -333,7 +333,7 @@ MISUSE: dict[str, tuple[Callable[[GradScaler, Any], Any], str]] = {
     "no gradients": (lambda s, o: (o.zero_grad(), s.step(o)), "have no gradients"),
     "FP16 gradients": (lambda s, o: s.unscale_(half()), "unscale_\\(\\) with FP16 gradients"),
     "no tensor": (lambda s, o: s.scale(3.0), "scale\\(3.0\\); allowed: a tensor"),
-    "an empty state": (lambda s, o: s.load_state_dict({}), "the state is that of a disabled scaler"),
+    "an empty state": (lambda s, o: s.load_state_dict({}), "the state is a disabled scaler's"),
     "pickled halfway": (lambda s, o: (s.step(o), pickle.dumps(s)), "pickled between step\\(\\) and update\\(\\)"),
 }
 

@@ -879,7 +879,7 @@ def test_a_state_with_another_shape_is_refused() -> None:
     with pytest.raises(SessionError) as caught:
         other.load_state_dict(state)
     assert caught.value.message == "the state has 1 scales, this session 2"
-    assert caught.value.hint == "build the session like the one that saved the state"
+    assert caught.value.hint == "build the session as it was when it saved the state"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------

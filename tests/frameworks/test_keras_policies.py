@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mezzo.errors import PolicyError, ScriptError
-from mezzo.frameworks.keras import explain, from_keras, left_out, to_keras
+from mezzo.frameworks.keras import explain, from_keras, not_honoured, to_keras
 from mezzo.launch.keras import _backend_of, training
 from mezzo.launch.keras.state import KerasRun
 from mezzo.policy import Policy
@@ -98,7 +98,7 @@ def test_a_dtype_policy_that_no_policy_stands_for() -> None:
 )
 def test_what_keras_cannot_honour(text: str, lines: list[str]) -> None:
     policy = Policy.parse(text)
-    assert [f"{choice.what} {choice.value}" for choice in left_out(policy)] == lines
+    assert [f"{choice.what} {choice.value}" for choice in not_honoured(policy)] == lines
     told = [f"{choice.what} {choice.value}" for choice in explain(policy)]
     assert [line for line in told if line in lines] == lines
     with training(policy, seed=None, observe=None) as trained:

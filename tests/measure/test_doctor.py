@@ -34,7 +34,7 @@ def machine(*found: Device, **fields: str | None) -> Facts:
 EMULATED = (
     "FP16 and BF16 on this CPU",
     "compare losses and memory here, and times on a GPU",
-    "half precision is emulated here: numerics are those of a GPU, times are not",
+    "half precision is emulated here: numerics match a GPU's, times do not",
 )
 BEGIN_BF16 = (
     "the 16-bit format to begin with",

@@ -2,18 +2,20 @@
 
 The planted scripts of the tests are run, and what Mezzo says of each is written into the page of its finding::
 
-    PYTHONPATH=tests python tests/oracles/finding_pages.py
+    PYTHONPATH=tests python tests/oracles/finding_pages.py            # all pages, and the index
+    PYTHONPATH=tests python tests/oracles/finding_pages.py A108 A602  # these; a new page is begun
 
 ``test_finding_pages.py`` compares the pages with it.
 """
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
-from mezzo.observe.lint.misuse_log import ENOUGH
+from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST, RULES
+from mezzo.observe.lint.misuse_log import ENOUGH, MISUSES
 from mezzo.records import Finding
 from mezzo.report.pages import finding_section
 from mezzo.report.sections import FactTable
@@ -59,7 +61,7 @@ HOW = {
     + _LEAST,
     "A201": _SHAPES
     + "Here an innermost dimension, the channels of a convolution or the width of a head is not a multiple of 8. Up to 4 channels "
-    "of a convolution without groups are those of an image and do not count. "
+    "of a convolution without groups mean an image and do not count. "
     "Products in FP32 are listed in the table of shapes, but are not a finding." + _LEAST,
     "A202": _SHAPES
     + "Here the dimensions are multiples of 8, but an address or the distance between two rows is not a multiple of 16 bytes."
@@ -248,15 +250,36 @@ _ON_CUDA: dict[str, Callable[[], list[Finding]]] = {
 """Findings that only a GPU shows: of a product as a GPU would report it."""
 
 
-def main() -> None:
-    """Write the two sections into every page, before the section on the fix."""
-    for code in HOW:
+def main(codes: Sequence[str]) -> None:
+    """Write the two sections into the pages of ``codes``, before the section on the fix; begin a page that does not exist."""
+    for code in codes or HOW:
         page = PAGES / f"{code}.md"
-        text = page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8") if page.exists() else NEW_PAGE.format(code=code, title=_titles()[code])
         before, _, fix = text.partition("## Fix\n")
         before = before.partition("## How it is found\n")[0]
         page.write_text(f"{before}{sections(planted(code))}\n## Fix\n{fix}", encoding="utf-8")
+    index = PAGES / "README.md"
+    before, head, rest = index.read_text(encoding="utf-8").partition("| code | finding |\n|---|---|\n")
+    after = rest[rest.index("\n\n") :]
+    rows = "\n".join(f"| [{code}]({code}.md) | {title} |" for code, title in _titles().items())
+    index.write_text(f"{before}{head}{rows}{after}", encoding="utf-8")
+
+
+NEW_PAGE = """# {code}: {title}
+
+## Cause
+
+## What it costs
+
+## Example
+
+## Fix
+"""
+
+
+def _titles() -> dict[str, str]:
+    return {finding.code: finding.title for finding in [*RULES, *MISUSES]}
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

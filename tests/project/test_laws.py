@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -549,7 +547,7 @@ def reaches(folder: Path, packages: Path) -> list[tuple[str, str]]:
     )
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-error-summary"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.returncode < 2, done.stdout + done.stderr
     return REACH.findall(done.stdout)
 
 
@@ -900,47 +898,7 @@ def test_scripts_name_tests_that_exist() -> None:
     }
 
 
-# --- 10. plain English ---------------------------------------------------------------------------
-
-ORDERS = re.compile(
-    r"(Add|Ask|Be|Begin|Build|Call|Choose|Collect|Compare|Count|Do|Find|Get|Give|Go|Hand|Have|Hear|Hold|"
-    r"Hook|Keep|Know|Leave|Let|Listen|Load|Look|Make|Mark|Measure|Name|Note|Patch|Prepare|Put|Read|Record|"
-    r"Refuse|Remember|Remove|Report|Restore|Return|Round|Run|Save|Say|See|Set|Show|Stand|Stop|Take|Tell|Trace|Verify|"
-    r"Wait|Wrap|Write)\b"
-)
-TRANSLATED = re.compile(r"take(s|n)? down|took down|(gives?|gave|given) itself up|look(s|ed)? closely", re.IGNORECASE)
-
-
-def orders_to_classes(source: str) -> list[str]:
-    """Return the docstrings of classes and properties that begin with an imperative, each with its line."""
-    found = [(node.lineno, ast.get_docstring(node) or "") for node in nodes_of(source) if _is_thing(node)]
-    return [f"{line}: {text.splitlines()[0]}" for line, text in found if ORDERS.match(text)]
-
-
-def _is_thing(node: ast.AST) -> TypeGuard[ast.ClassDef | ast.FunctionDef]:
-    """Tell classes and properties, which are things, from functions, which do something."""
-    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    return isinstance(node, ast.ClassDef) or any(_last_name(d).endswith("property") for d in decorators)
-
-
-def translated_phrases(source: str) -> list[str]:
-    """Return the phrases of docstrings, comments and messages that read as translated, each with its line."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    texts = [(t.start[0], " ".join(t.string.split())) for t in tokens if t.type in (tokenize.STRING, tokenize.COMMENT)]
-    return [f"{line}: {found.group()}" for line, text in texts for found in TRANSLATED.finditer(text)]
-
-
-def test_class_docstrings_are_nouns() -> None:
-    found = {path: orders_to_classes(source) for path, source in SOURCES.items()}
-    assert {path: lines for path, lines in found.items() if lines} == {}
-
-
-def test_no_phrase_reads_as_translated() -> None:
-    found = {path: translated_phrases(source) for path, source in SOURCES.items()}
-    assert {path: lines for path, lines in found.items() if lines} == {}
-
-
-# --- 11. nothing is written twice ----------------------------------------------------------------
+# --- 10. nothing is written twice ----------------------------------------------------------------
 
 MAX_SAME_LINES = 5
 """Longest run of lines that may stand in two places; import statements, comments and lines without a word do not count."""
@@ -1104,15 +1062,6 @@ SNIPPETS: list[tuple[Callable[[str], object], str, object]] = [
     (dtype_names, "x.to(torch.half)\n", ["1: torch.half"]),
     (dtype_names, "x.to(torch.float8_e4m3fn)\n", ["1: torch.float8_e4m3fn"]),
     (dtype_names, "model.half()\n", ["1: .half()"]),
-    (orders_to_classes, 'class A:\n  """Hold a step."""\nclass B:\n  """A holder of steps."""\n', ["1: Hold a step."]),
-    (orders_to_classes, 'def f():\n  """Record a step."""\nclass A:\n  x = 1\n', []),
-    (orders_to_classes, 'class A:\n  @property\n  def x(self):\n    """Return it."""\n', ["3: Return it."]),
-    (orders_to_classes, 'class A:\n  class B:\n    """Tell what\n\n    it is."""\n', ["2: Tell what"]),
-    (orders_to_classes, 'class A:\n  """Names of steps."""\nclass B:\n  """Name: a step."""\n', ["3: Name: a step."]),
-    (translated_phrases, "x = 1  # takes down a step\n", ["1: takes down"]),
-    (translated_phrases, 'def f():\n  """A thing that gives\n  itself up."""\n', ["2: gives itself up"]),
-    (translated_phrases, "print(f'{x} was taken down, look closely')\n", ["1: taken down", "1: look closely"]),
-    (translated_phrases, "take_down = down.take(down)\nx = 'take it down'\n", []),
 ]
 
 

@@ -143,7 +143,7 @@ def test_a_thousand_hostile_names_leave_the_index_intact(tmp_path: Path) -> None
     sheet = index_sheet(entries, tmp_path)
     write_index(sheet, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert (len(sheet.entries), sheet.left_out) == (MOST_ROWS, DOZENS - MOST_ROWS)
+    assert (len(sheet.entries), sheet.num_older) == (MOST_ROWS, DOZENS - MOST_ROWS)
     assert "<script>alert" not in page
     assert not re.search("[\x1b\u202e]", page)
     assert len(page.encode()) <= 1_200_000

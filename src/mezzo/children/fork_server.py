@@ -358,7 +358,7 @@ _ACT = (io.IOBase, GeneratorType, CoroutineType, AsyncGeneratorType)
 
 
 def ids_to_finalise() -> frozenset[int]:
-    """Return the ids of the collected objects that do something at their end: before the fork, those of libraries."""
+    """Return the ids of the collected objects that do something at their end: before the fork, the libraries' objects."""
     # No generator here: it would be one of them.
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _ACT) or hasattr(kind, "__del__")}

@@ -42,7 +42,7 @@ _FINAL_S = 3.0
 """Time for a run to end after ``FINAL_SIGNAL``."""
 
 _KILLED_S = 5.0
-"""Most time to wait for killed processes: one that hangs in a driver cannot be killed."""
+"""Most time to wait for killed processes: a process that hangs in a driver cannot be killed."""
 
 _LONGEST_BYTES = 1 << 12
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl

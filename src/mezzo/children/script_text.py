@@ -24,7 +24,7 @@ MAX_FILES = 200
 
 _NAMES_CUDA = re.compile(r"cuda|nccl|pin_memory")
 _READS = {"sklearn": r"SCIPY_|SKLEARN_|JOBLIB_|LOKY_", "scipy": r"SCIPY_"}
-"""The beginnings of the environment variables that each library, or one that it needs, reads when it is imported."""
+"""The beginnings of the environment variables that each library or its dependencies read on import."""
 
 
 def needs(package: str, target: str, *, kind: Kind) -> Literal["no", "perhaps", "surely"]:
@@ -124,7 +124,7 @@ def _files_of(folder: Path, parts: list[str]) -> list[Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted names that code imports, and those of the attributes that it reads of imported modules: ``np.random``."""
+    """Yield the dotted names that code imports, or reads as attributes of imported modules: ``np.random``."""
     modules: dict[str, str] = {}
     """The imported modules by their names in this file."""
     for node in ast.walk(tree):

@@ -84,7 +84,7 @@ class Stop:
 
     @contextmanager
     def passing_to(self, process: Process) -> Iterator[None]:
-        """Pass signals on to a run, including one that arrived just before it began."""
+        """Pass signals on to a run, even if they arrived just before it began."""
         self._processes.append(process)
         try:
             if self._signal is not None:

@@ -126,7 +126,7 @@ def _hold(folder: Path) -> bool:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """Create a folder; refuse one that is a file or not writable.
+    """Create a folder; refuse a file, or a folder that is not writable.
 
     Raises:
         UsageError: the folder cannot be used.
@@ -184,5 +184,5 @@ def _may_overwrite(folder: Path, leaves: Sequence[str]) -> bool:
         if record.get("kind") == "doctor":
             return "doctor" in typed()
         return words == list(typed()) and place in ("", readable(os.getcwd()))
-    except (OSError, ValueError, AttributeError):  # not a record, or not one that this Mezzo can read
+    except (OSError, ValueError, AttributeError):  # not a record, or unreadable for this Mezzo
         return False

@@ -172,7 +172,7 @@ def keep_input_for(target: str, *, as_module: bool) -> None:
 
 
 def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:
-    """Return a command for the parser, with one parameter per option, from one whose parameters include groups of options.
+    """Split a command's groups of options, so that the parser sees one parameter per option.
 
     Args:
         command: a function whose parameters are options or dataclasses of options. Of a ``Script``, target and arguments come

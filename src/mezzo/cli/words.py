@@ -112,7 +112,7 @@ def with_value(option: str, *values: str, command: str = "", renamed: str = "", 
     Args:
         option: the option as typed.
         values: the words to follow it.
-        command: another command to use, in which the option is ``renamed``; empty for the one that was typed.
+        command: another command to use, in which the option is ``renamed``; empty for the typed one.
         renamed: the option of that command.
         skipped: words that are left out if they follow the value.
     """
@@ -209,7 +209,7 @@ def _siblings(context: typer.Context) -> list[tuple[str, Any]]:
 
 
 def _command_with(options: set[str], context: typer.Context) -> str:
-    """Return the first command that has all options, the one that was typed if possible."""
+    """Return the first command that has all options, the typed one if possible."""
     fits = (name for name, command in _siblings(context) if options <= {o for p in command.params for o in p.opts})
     return next(fits, str(context.info_name))
 

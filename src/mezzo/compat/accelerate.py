@@ -1,6 +1,6 @@
 """Accelerate under a precision policy: ``MezzoAccelerator(policy="fp16")`` in place of ``Accelerator(mixed_precision=...)``.
 
-The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step is that of a
+The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step is a step of a
 session: one unscale and one decision for all optimizers, a short last window averaged over its micro-batches, FP32 masters under
 ``-master`` policies. Prepared schedulers wait on skipped updates.
 
@@ -132,14 +132,14 @@ class MezzoAccelerator(accelerate.Accelerator):
             self.driven.short = steps / self._micro_batches
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip unscaled gradients, those of master weights where there are any; return their norm."""
+        """Clip the unscaled gradients, of master weights where there are any; return their norm."""
         self.unscale_gradients()
         tensors = self.driven.updated_tensors(parameters)
         norm: Tensor = torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip unscaled gradients, those of master weights where there are any."""
+        """Clip the unscaled gradients, of master weights where there are any."""
         self.unscale_gradients()
         torch.nn.utils.clip_grad_value_(self.driven.updated_tensors(parameters), clip_value)
 
@@ -165,7 +165,7 @@ class MezzoOptimizer(AcceleratedOptimizer):
         """
         if self.accelerator is None:
             raise SessionError(
-                "step() of a copy of a prepared optimizer; allowed: of one that an accelerator prepared",
+                "step() of a copy of a prepared optimizer; allowed: of the prepared optimizer itself",
                 hint="pass it to accelerator.prepare(optimizer) first, with a copy of the model",
             )
         if closure is not None:

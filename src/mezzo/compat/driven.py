@@ -39,7 +39,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class DrivenOptimizer(Optimizer):
-    """The session's only optimizer: it has all parameters, and its step runs that of the optimizer that the library steps."""
+    """The session's only optimizer: it has all parameters, and its step runs the step of the library's optimizer."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         # As a group: it may be empty, for a model that only predicts.
@@ -229,7 +229,7 @@ class Driven:
                 self.add_optimizer(optimizer)
             if self.scales:
                 self._gradients_aside = set_aside(self._parameters)
-        session.norm = None  # that of other gradients
+        session.norm = None  # it belonged to other gradients
         self.recorder.loss(loss)
         session.backward(loss, retain_graph=retain_graph)
 

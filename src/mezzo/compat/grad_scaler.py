@@ -221,14 +221,14 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         """Load a state of this class or of ``torch.amp.GradScaler``.
 
         Raises:
-            SessionError: the state is empty, like that of a disabled scaler, or lacks an entry.
+            SessionError: the state is empty, as a disabled scaler's is, or lacks an entry.
         """
         if not self._enabled:
             return
         missing = [name for name in _ENTRIES if name not in state_dict]
         if missing:
             raise SessionError(
-                "load_state_dict({}): the state is that of a disabled scaler; allowed: a state with a scale"
+                "load_state_dict({}): the state is a disabled scaler's; allowed: a state with a scale"
                 if not state_dict
                 else f"load_state_dict() of a state without {', '.join(missing)}; allowed: one with {', '.join(_ENTRIES)}",
                 hint="leave the call out, or save from a scaler that is enabled",

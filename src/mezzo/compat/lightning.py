@@ -1,6 +1,6 @@
 """Lightning's precision plugins: ``Trainer(plugins=MezzoPrecision("fp16"))``, ``Fabric(plugins=MezzoFabricPrecision("fp16"))``.
 
-Forward passes run under the policy, and a step is that of a session: one unscale and one decision for all optimizers,
+Forward passes run under the policy, and a step is a session's: one unscale and one decision for all optimizers,
 schedules that wait on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
 micro-batches, FP32 masters under ``-master`` policies. The Trainer's checkpoints contain the loss scale, and masters if there are any.
 

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer under a precision policy: ``MezzoTrainer(policy="fp16", ...)`` in place of ``Trainer(...)``.
 
-``fp16`` and ``bf16`` of the arguments stay off. Steps are those of a session, through ``MezzoAccelerator``: clipping by
+``fp16`` and ``bf16`` of the arguments stay off. Steps are a session's, through ``MezzoAccelerator``: clipping by
 ``max_grad_norm`` sees true gradients, the schedule waits on skipped updates, checkpoints include loss scale and FP32 masters.
 For a class of your own that derives from Trainer, put ``MezzoTrainerMixin`` before it.
 """

@@ -94,7 +94,7 @@ class Alarms:
     def _record_usual(self, updates: Sequence[UpdateNumbers], first: int) -> int:
         """Record the usual updates from index ``first`` on; return the index of the first that needs a closer check.
 
-        The effect is that of the six signs, without their calls, which take 4 us per step.
+        The effect is the same as with the six signs, without their calls, which take 4 us per step.
         """
         if self._bad_losses or len(self._first_losses) < _SPIKE:
             return first

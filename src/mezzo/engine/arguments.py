@@ -77,7 +77,7 @@ def refuse_untrainable(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def check_attribute(session: object, name: str, value: Any, *, settable: Sequence[str]) -> None:
-    """Refuse a new value of a session's public attribute, unless it is one that later windows follow."""
+    """Refuse a new value of a session's public attribute, unless later windows follow it."""
     if name not in settable:
         what = "is read-only" if hasattr(session, name) else "does not exist"
         raise SessionError(
@@ -157,7 +157,7 @@ def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
 
 
 def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model changed."""
+    """Refuse an optimizer without parameters of the models, and warn if the model changed after it was built."""
     trained, in_models = set(trained_by(optimizers)), set(parameters)
     for optimizer in optimizers:
         its_parameters = trained_by([optimizer])
@@ -171,8 +171,8 @@ def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) ->
     stale = trained - in_models
     if untrained and stale and {p.shape for p in untrained} & {p.shape for p in stale}:
         warn(
-            f"{len(untrained)} parameters of the model are in no optimizer, and {len(stale)} parameters of the optimizers are not in "
-            "the model: layers were replaced after the optimizer was built; build it afterwards",
+            f"{len(untrained)} parameters of the model are in no optimizer, and {len(stale)} of the optimizers' are not in the model: "
+            "layers were replaced after the optimizer was built; build it afterwards",
         )
 
 
@@ -194,8 +194,7 @@ def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
         if mesh is not None and mesh.device_type != parameter.device.type:
             raise SessionError(
                 f"a parameter of shape {tuple(parameter.shape)} is stored on {parameter.device.type} but computed with on "
-                f"{mesh.device_type}: norms, flags and casts would be those of the wrong device; "
-                "allowed: sharded parameters on the device of their mesh",
+                f"{mesh.device_type}, so norms and casts would be wrong; allowed: sharded parameters on their mesh's device",
                 hint="leave offload_policy out of fully_shard, or save optimizer memory with mezzo.AdamW(..., moments='8bit')",
             )
     devices = dict.fromkeys(p.device for p in parameters)

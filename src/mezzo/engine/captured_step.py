@@ -309,7 +309,7 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
 # elsewhere. So the workspaces are cleared before the first capture, which then allocates its own from the graphs' pool. Limit: if they are
 # cleared again between two captures of a session, tensors of the second capture may reuse that memory.
 #
-# ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
+# ``torch.cuda.graph`` raises two errors when a capture fails: the cause, then another because the capture cannot be ended. The
 # second hides the first and leaves the capture's stream current. ``CudaGraphs.capture`` restores the stream and raises the first error.
 _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
 

@@ -45,7 +45,7 @@ def tensors_text(tensors: Iterable[Tensor]) -> str:
 
 
 def one_pass_text(optimizer: Optimizer) -> str:
-    """Return an optimizer's parameters and settings: those of its first group, then the differences of the others."""
+    """Return an optimizer's parameters and settings: its first group's, then the differences of the others."""
     name = type(optimizer).__name__
     if not getattr(optimizer, "param_groups", None):  # a debugger shows it while its constructor runs
         return f"{name}()"

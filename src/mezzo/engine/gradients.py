@@ -122,7 +122,7 @@ def clamp(tensors: list[Tensor], largest: float) -> None:
 def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
     """Return ``factor`` (None for 1) times the coefficient that clips gradients of ``norm`` to ``largest``.
 
-    The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``largest / (norm + 1e-6)``, at most 1.
+    The coefficient is ``torch.nn.utils.clip_grad_norm_``'s: ``largest / (norm + 1e-6)``, at most 1.
     """
     coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
     return coefficient if factor is None else coefficient * factor

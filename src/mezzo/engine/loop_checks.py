@@ -98,7 +98,7 @@ class LoopChecks(NoLoopChecks):
         self._last_gradient = None
 
     def before_update(self) -> None:
-        """Check the gradients before an update; that of the last checked window ends the checks."""
+        """Check the gradients before an update; the update of the last checked window ends the checks."""
         self._warn_of_changed_gradients()
         self._last_gradient = None
         self._closed += 1
@@ -216,7 +216,7 @@ def _last_factors(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _is_a_loss_scale(number: Tensor) -> bool:
     """Return whether ``number`` is the tensor that a GradScaler multiplies losses by; searches the heap."""
-    if number.dtype is not FP32.dtype:  # a Python number, such as that of `loss * 0.1`
+    if number.dtype is not FP32.dtype:  # a Python number, as in `loss * 0.1`
         return False
     scalers: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
     scales = [scaler._get_scale_async() for scaler in scalers if scaler.is_enabled()]

@@ -1,16 +1,16 @@
 """Train on a batch in parts that fit into memory, with the same update as from the whole batch.
 
 Each part's loss is a mean; the parts' gradients are averaged by the number of samples, or by the number that ``compute_loss`` returns. So
-the update is that of the whole batch, apart from rounding and from operations that mix samples: batch normalisation normalises over a
+the update equals the whole batch's, apart from rounding and from operations that mix samples: batch normalisation normalises over a
 part, and updates its running statistics once per part.
 
 When a part runs out of memory, the batch begins again with parts of half the size. Nothing is lost or repeated: the batch's gradients are
-dropped (those of the window's earlier batches were set aside), and buffers, random generators and the window's counts are restored to
+dropped (the window's earlier ones were set aside), and buffers, random generators and the window's counts are restored to
 their state at its beginning. The only update comes after the last part. Running out of memory in the update itself is an error: a smaller
 part would not help, and the optimizer may have changed some weights.
 
 The cost for a batch that fits: a copy of the models' buffers and of the generators' states; inside a window of several batches, also
-memory for the gradients of this batch in addition to those of the earlier ones.
+memory for the gradients of this batch in addition to the earlier ones.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class AllStates(NamedTuple):
 
     @classmethod
     def now(cls, devices: set[torch.device]) -> AllStates:
-        """Return the current states of the host's generators and those of ``devices``."""
+        """Return the current states of the generators of the host and of ``devices``."""
         others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices if d.type != "cpu"}
         return cls(HostStates.now(), torch.get_rng_state(), others)
 
@@ -67,7 +67,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore ``states``, except those of devices whose number has changed."""
+    """Restore ``states``, except for devices whose number has changed."""
     random.setstate(states["python"])
     _set_numpy(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -219,7 +219,7 @@ class DynamicScale(StaticScale):
         """Load a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
 
         Raises:
-            PolicyError: the state is not that of a loss scale.
+            PolicyError: the state is not a loss scale's.
         """
         if not state:  # a disabled GradScaler's state, or NoScale's
             return
@@ -239,7 +239,7 @@ class DynamicScale(StaticScale):
 class KnownScale(DynamicScale):
     """A dynamic scale for a loop that reads every update's flag: its state is on the host, and only the scale is on the device.
 
-    The numbers are those of ``DynamicScale``. An update that cannot change the scale costs a subtraction instead of two kernels, and
+    The numbers equal ``DynamicScale``'s. An update that cannot change the scale costs a subtraction instead of two kernels, and
     reading the scale never waits.
     """
 
@@ -328,7 +328,7 @@ def inverse_of(scale: float) -> float:
 
 
 def apply_hysteresis(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
-    """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
+    """Count consecutive overflows, and return 0 while the hysteresis tolerates them, else 1.
 
     Args:
         found_inf: FP32, no dimensions: above 0 if a gradient was not finite.

@@ -181,7 +181,7 @@ class Session(Resumable):
     ) -> None:
         """Run a backward pass and add its gradients to the window's.
 
-        The arguments are those of ``step``, and ``retain_graph`` for several losses that share a part of the forward pass. In a window,
+        The arguments are ``step``'s, and ``retain_graph`` for several losses that share a part of the forward pass. In a window,
         calls with one ``loss_id`` are averaged by weight if ``accumulate`` is above 1 or weights are given; otherwise, and
         between different losses, gradients add up as in torch.
 

@@ -34,7 +34,7 @@ def warn(text: str) -> None:
 def check_chosen(
     chosen: Sequence[torch.optim.Optimizer], available: Sequence[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers ``chosen`` for an update; refuse one that the session was not built with."""
+    """Return the optimizers ``chosen`` for an update; refuse others than the session's."""
     for optimizer in chosen:
         if optimizer not in available:
             raise SessionError(
@@ -202,7 +202,7 @@ def check_state(state: Mapping[str, Any], parts_of_session: Mapping[str, Any]) -
         if len(state.get(part, ())) != len(parts_of_session[part]):
             raise SessionError(
                 f"the state has {len(state.get(part, ()))} {part}, this session {len(parts_of_session[part])}",
-                hint="build the session like the one that saved the state",
+                hint="build the session as it was when it saved the state",
             )
 
 

@@ -2,7 +2,7 @@
 
 Several processes exchange alarms about once a second, and all act on an alarm of any of them after the same update.
 
-    loss spike, loss not finite, stuck updates    half the learning rate, also that of the schedule
+    loss spike, loss not finite, stuck updates    half the learning rate, in the schedule too
     skip storm                                    a loss scale 16 times smaller; without a scale to change, half the learning rate
     gradients zero                                a loss scale 16 times larger; without a scale to change, the fallback policy
     scale at its floor                            the fallback policy, as the scale was smaller before; without one, as for a skip storm

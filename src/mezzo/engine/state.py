@@ -379,8 +379,8 @@ class Schedules:
         if moved and not self._warned:
             self._warned = True
             warn(
-                "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it "
-                "as Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()"
+                "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated. "
+                "Pass it as Session(..., scheduler=scheduler), which makes it wait, and remove scheduler.step()"
             )
         self._rates = window, rates
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 from mezzo import oplists
 from mezzo.children.script_text import Kind, own_trees
 from mezzo.errors import PolicyError
-from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
+from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_not_honoured
 from mezzo.formats import BF16, FP32
 from mezzo.frameworks import Framework
 from mezzo.policy import NAMES_ELSEWHERE, PRESETS, Policy
@@ -143,7 +143,9 @@ def explain(policy: Policy) -> Choices:
         PolicyError: Keras has no dtype policy for it.
     """
     name = dtype_policy_name(policy)
-    choices = Choices([_compute(policy, name), _weights(policy), _scale(policy), *_modules(policy), *left_out(policy)])
+    choices = Choices(
+        [_compute(policy, name), _weights(policy), _scale(policy), *_modules(policy), *not_honoured(policy)]
+    )
     if policy.loss_scale == "dynamic":
         value = f"{NOT_HONOURED} by Keras itself: {policy.min_scale:g} to {policy.max_scale:g}"
         reason = "LossScaleOptimizer has no floor and no ceiling; mezzo run adds both"
@@ -188,7 +190,7 @@ def _modules(policy: Policy) -> Iterator[Choice]:
         yield Choice(what="normalisation layers", value="fp32", reason=reason)
 
 
-def left_out(policy: Policy) -> Iterator[Choice]:
+def not_honoured(policy: Policy) -> Iterator[Choice]:
     """Yield the parts of a policy that Keras does not honour, even under ``mezzo run``."""
 
     def cannot(field: str, reason: str) -> Choice:
@@ -196,7 +198,7 @@ def left_out(policy: Policy) -> Iterator[Choice]:
 
     if policy.arithmetic == "emulated":
         yield cannot("arithmetic", "Keras computes with its backend's kernels; nothing is emulated")
-    yield from communication_left_out(policy)
+    yield from communication_not_honoured(policy)
     for field in oplists.USER_LISTS:
         if getattr(policy, field):
             yield cannot(field, "Keras has no op lists: a layer computes in the format of its dtype policy")
@@ -283,7 +285,7 @@ def backend_of(target: str, *, kind: Kind, environment: Mapping[str, str] = os.e
 
 
 def _chosen_in(tree: ast.AST, inherited: str | None) -> Iterator[str | None]:
-    """Yield the backends that a file may choose; None for one that its text does not tell."""
+    """Yield the backends that a file may choose; None if its text does not tell."""
     named = {id(n) for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == _VARIABLE}
     for stmt in getattr(tree, "body", []):  # what runs whatever the script is told
         if isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):

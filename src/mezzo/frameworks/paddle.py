@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
-from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out, loss_scale, modules, weights
+from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_not_honoured, loss_scale, modules, weights
 from mezzo.formats import BF16, FP16
 from mezzo.frameworks import Framework
 from mezzo.oplists import Precision
@@ -214,7 +214,7 @@ def explain(policy: Policy) -> Choices:
     choices = [_compute(policy, native), weights(policy), loss_scale(policy)]
     if policy.lowers:
         choices.append(_lists(native))
-    return Choices([*choices, *(left.choice for left in left_out(policy))])
+    return Choices([*choices, *(left.choice for left in not_honoured(policy))])
 
 
 def explain_run(policy: Policy, device: Device) -> list[Choice]:
@@ -227,7 +227,7 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         compute = Choice(what="compute", value="fp32", reason=why)
     else:
         compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
-    choices = [compute, weights(policy), loss_scale(policy), *communication_left_out(policy)]
+    choices = [compute, weights(policy), loss_scale(policy), *communication_not_honoured(policy)]
     if policy.lowers and arithmetic == "emulated":
         exceptions = "but losses and norms" if policy.norms == "fp32" else "but losses"
         value = f"all {'of the lower list' if policy.casting == 'ops' else exceptions} rounded, the rest in fp32"
@@ -267,7 +267,7 @@ def _lists(native: PaddlePrecision) -> Choice:
     return Choice(what="op lists", value=value, reason="with these changes they are the lists of the policy")
 
 
-class LeftOut(NamedTuple):
+class NotHonoured(NamedTuple):
     """A choice of a policy that Paddle's own settings cannot honour."""
 
     choice: Choice
@@ -275,13 +275,13 @@ class LeftOut(NamedTuple):
     """Whether the format and the scale of every step are the policy's without it."""
 
 
-def left_out(policy: Policy) -> list[LeftOut]:
+def not_honoured(policy: Policy) -> list[NotHonoured]:
     """Return what Paddle's own settings cannot honour."""
-    choices = [LeftOut(choice, same_steps=True) for choice in communication_left_out(policy)]
-    choices += [LeftOut(choice, same_steps=False) for choice in _unlisted(policy)]
+    choices = [NotHonoured(choice, same_steps=True) for choice in communication_not_honoured(policy)]
+    choices += [NotHonoured(choice, same_steps=False) for choice in _unlisted(policy)]
 
-    def cannot(what: str, value: str, reason: str, *, same_steps: bool = False) -> LeftOut:
-        return LeftOut(Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason), same_steps)
+    def cannot(what: str, value: str, reason: str, *, same_steps: bool = False) -> NotHonoured:
+        return NotHonoured(Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason), same_steps)
 
     if policy.compute == "tf32":
         why = "NVIDIA_TF32_OVERRIDE in the environment decides"
@@ -339,7 +339,7 @@ def script_lines(before: str, new: Policy) -> str:
     return "; ".join(lines)
 
 
-# An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
+# An operation has up to two names: its function's in ``paddle._C_ops``, and its name in the lists of ``paddle.amp``
 # if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` contains the second, as printed for a call by
 # ``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1; ``PADDLE_WHITE`` and ``PADDLE_BLACK`` are the lists in
 # ``paddle/amp/amp_lists.py`` of that version, without operations that belong to no family. Families that are missing here are not

@@ -165,7 +165,7 @@ class ScriptSchedules:
         self._seen[scheduler] = self._updates_of(scheduler)
 
     def since_step(self, scheduler: Any) -> tuple[int, int] | None:
-        """Return a scheduler's updates since its last step, and how many of them were skipped; None for one that is not known."""
+        """Return a scheduler's updates since its last step, and how many of them were skipped; None for an unknown scheduler."""
         now, then = self._updates_of(scheduler), self._seen.get(scheduler)
         return None if then is None else (now[0] - then[0], now[1] - then[1])
 

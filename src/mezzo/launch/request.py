@@ -83,7 +83,7 @@ class Request(BaseModel):
     variables: dict[str, str] = {}
     """Environment variables for this run, which override the command's."""
     work_folder: str | None = None
-    """The folder to run the script in; None for that of the command."""
+    """The folder to run the script in; None for the command's."""
     trace: TraceRequest | None = None
     """Whether to trace the state of the training, and where to stop it; None for neither."""
 
@@ -167,7 +167,7 @@ class SnapshotRequest(_Part):
     every_s: float
     resume: bool
     identity: dict[str, str]
-    """What must be the same in a resumed run and in the one that was stopped: script, arguments, policy."""
+    """What must be the same in a stopped run and its resumption: script, arguments, policy."""
     hash_seed: str = "0"
     """Value of ``PYTHONHASHSEED``, from which the order of a set of texts follows."""
     may_be_first: bool = False
@@ -232,6 +232,6 @@ class ScriptFile(NamedTuple):
     folder: str
     """Below it are the script's own modules."""
     package: str | None
-    """That of a module, as for ``python -m``."""
+    """The module's name, as for ``python -m``."""
     request: str
     """The run's request as JSON."""

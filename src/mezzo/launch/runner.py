@@ -93,7 +93,7 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 def observe_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
-    For a child that died it is a run's record. The arguments are those of ``run_child``. Under a launcher of several processes the
+    For a child that died it is a run's record. The arguments are ``run_child``'s. Under a launcher of several processes the
     script runs in all of them, and their records are merged into one.
     """
     lead = leader()

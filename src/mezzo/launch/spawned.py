@@ -191,7 +191,7 @@ def _trained(record: AnyRecord) -> bool:
 
 
 def _never_trained(record: AnyRecord) -> bool:
-    """Return whether a process ended without training, which is no error in one that starts others."""
+    """Return whether a process ended without training, which is no error if it starts others."""
     run = run_of(record)
     return run is not None and run.trained_nothing
 

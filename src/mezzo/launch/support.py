@@ -69,7 +69,7 @@ def refusal(feature: str, stage: str, *, target: str = "...") -> ScriptError | N
     """Return why a command or an option does not take scripts in a framework; None if it does.
 
     Args:
-        feature: ``mezzo audit``, ``--guard``: a name of ``LIMITED``, or one that every framework supports.
+        feature: ``mezzo audit``, ``--guard``: a name of ``LIMITED``, or a feature of every framework.
         stage: the framework.
         target: the script, for the command that the hint writes.
     """

@@ -53,7 +53,7 @@ class Watching(Protocol):
         """Note the error that ended the script."""
 
     def record(self, run: RunRecord) -> AnyRecord:
-        """Return the observer's record, which includes that of the whole run."""
+        """Return the observer's record, which includes the whole run's."""
 
 
 class Training(Protocol):

@@ -37,7 +37,7 @@ def generators(original: Any, place: Callable[[Any], Any]) -> type:
 
     Args:
         original: torch's class; its instances are instances of the returned class, too.
-        place: returns the device for the one that the script passes, "cpu" if it passes none.
+        place: returns the device for the script's argument, "cpu" without one.
     """
 
     class Kind(type(original)):  # type: ignore[misc]

@@ -179,7 +179,7 @@ def _half_precision_advice(gpu: Device) -> Note:
         return Note(
             what="the 16-bit format to begin with",
             value=f"mezzo run --policy {FP16.name}",
-            reason=f"it is the only one that {gpu.name} computes in natively; its dynamic loss"
+            reason=f"it is {gpu.name}'s only native 16-bit format; its dynamic loss"
             " scale keeps small gradients from becoming zero",
         )
     return Note(
@@ -197,7 +197,7 @@ def _cpu_advice(facts: Facts) -> Iterator[Note]:
         yield Note(
             what=f"{' and '.join(emulated)} on this CPU",
             value="compare losses and memory here, and times on a GPU",
-            reason="half precision is emulated here: numerics are those of a GPU, times are not",
+            reason="half precision is emulated here: numerics match a GPU's, times do not",
         )
     if facts.compiler is None:
         yield Note(

@@ -148,7 +148,7 @@ def _union_bytes(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors that store ``tensor``; of one that is sharded over processes, this process's shard."""
+    """Yield the strided tensors that store ``tensor``, or this process's shard of it."""
     tensor = local(tensor)
     if tensor.layout is torch.strided:
         yield tensor

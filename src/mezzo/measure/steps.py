@@ -458,7 +458,7 @@ def _combined_norm(norms: Sequence[float]) -> float:
 
 
 # A host that never waits for its GPU runs ahead of it: its clock would measure how long a step takes to enqueue, and a policy that reads a
-# flag in every step would look slow next to one that does not. Events are read long after they have happened, so nothing waits for them.
+# flag in every step would look slow next to others. Events are read long after they have happened, so nothing waits for them.
 
 _UNREAD = 64
 """Events kept before the first is read: a step's event has happened long before 64 more are enqueued."""

@@ -37,7 +37,7 @@ class NamedTree(Protocol):
         """Return every module with its path, which is empty for ``root`` and for wrappers around it."""
 
     def parameters(self, module: Any) -> Iterable[tuple[str, Any]]:
-        """Return the parameters of ``module`` itself, without those of modules inside it, with their names."""
+        """Return the parameters of ``module`` itself, not of modules inside it, with their names."""
 
 
 class Names:
@@ -75,7 +75,7 @@ class Names:
         return "" if module is None else self._patterns.get(id(module), "")
 
     def patterns(self) -> list[str]:
-        """Return the names that patterns may match, those of the first model first."""
+        """Return the names that patterns may match, the first model's first."""
         return list(dict.fromkeys(filter(None, self._patterns.values())))
 
     def of_parameter(self, identity: int) -> str:

@@ -56,7 +56,7 @@ class ModuleTree:
         return module_names(root)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of ``module`` itself, without those of modules inside it, with their names."""
+        """Yield the parameters of ``module`` itself, not of modules inside it, with their names."""
         yield from module.named_parameters(recurse=False)
 
     def keep_fp32(self, module: nn.Module, device_type: str) -> None:
@@ -241,7 +241,7 @@ class Observer(ABC):
 
     @abstractmethod
     def record(self, run: RunRecord) -> AnyRecord:
-        """Return the observer's record, which includes that of the whole run."""
+        """Return the observer's record, which includes the whole run's."""
 
     # --- what the launcher calls ---------------------------------------------------------------------------------------------
 

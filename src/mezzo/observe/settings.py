@@ -82,7 +82,7 @@ class TrialChanges(BaseModel):
     fp32_line: str = ""
     """The line of the script (``file:line``) whose operations get their 16-bit operands in FP32, outside autocast; empty for none."""
     own_format: Literal["", "fp32", "bf16"] = ""
-    """The format in the place of every 16-bit one that the script names: autocast, weights, casts; its GradScaler is then off."""
+    """The format in place of every 16-bit format that the script names: autocast, weights, casts; its GradScaler is then off."""
     own_scale: tuple[float, float] | None = None
     """A number by which the script multiplies its loss and divides its gradients, and the one in its place."""
     eps: float | None = None
@@ -103,7 +103,7 @@ class DiagnoseSettings(ObserverSettings):
     changes: TrialChanges = TrialChanges()
     """What the run changes about the script's own precision."""
     from_start: bool = False
-    """Whether step 1 begins with the script's first line, for one that calls no module; else at the first call of a module."""
+    """Whether step 1 begins with the script's first line (no module is called); else at the first call of a module."""
     evidence_path: str = ""
     """Where to write the evidence; empty if the caller reads it in the same process."""
 
@@ -135,7 +135,7 @@ AnySettings: TypeAlias = Annotated[
 MOST_LISTED = 12
 """The largest number of modules or lines in a finding."""
 SCALE_HEADROOM = 2
-"""Doublings between a suggested loss scale and the largest one that fits: gradients vary by about that much between batches."""
+"""Doublings between a suggested loss scale and the largest possible: gradients vary by about that much between batches."""
 ROUNDOFFS = 40
 """Tolerated error of a gradient, in unit roundoffs: a hundred healthy layers in a row stay below it."""
 LOST_BELOW = 0.1

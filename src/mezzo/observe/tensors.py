@@ -86,7 +86,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage, for a sharded tensor that of its local part; None for a sparse one or a wrapper around others."""
+    """Return a tensor's storage, or the storage of a sharded tensor's local part; None for a sparse one or a wrapper around others."""
     try:
         found = local(tensor).untyped_storage()
         found.data_ptr()  # a wrapper's storage exists but has no address

@@ -104,7 +104,7 @@ class RawOperation(NamedTuple):
     product: TracedProduct | None
     line: str
     hidden: bool
-    """Whether it is not part of the training: Mezzo's own, or one that the emulated device would not run."""
+    """Whether it is not part of the training: Mezzo's own, or absent on the emulated device."""
     by_policy: bool
     """Whether the policy, not the script, cast here."""
     region: CoveredElements

@@ -3,7 +3,7 @@
 A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the running modules. The forward
 operation behind a graph node has the node's sequence number, so an operation of a backward pass is assigned to the module of its node's
 forward operation, without hooks on tensors or changes to the graph. A node created inside a backward pass has an identity instead of a
-number (``mezzo.observe.trace``). A node without a forward operation of its own is assigned that of the next node; the nodes that
+number (``mezzo.observe.trace``). A node without a forward operation of its own is assigned the next node's; the nodes that
 accumulate into ``.grad`` have a parameter instead.
 
 While the step runs, each operation is recorded as a tuple without tensors, since those would keep memory alive; it is interpreted
@@ -309,7 +309,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _has_short_path(entry: RunningCall) -> bool:
-    """Return whether a module's path is only its class or a number: a model itself, or a part of one that is a Sequential."""
+    """Return whether a module's path is only its class or a number: a model itself, or a part of a Sequential model."""
     outer = entry.outer
     if outer is None or outer.module is None:
         return True

@@ -138,7 +138,7 @@ def _applied(script: ScriptFacts, call: ast.Call, function: ast.AST) -> ast.Call
 
 
 def _wrap(job: PatchJob, keras: str, optimizer: str, one: _Gradient) -> None:
-    """Wrap an optimizer where it is created; ``compile`` wraps the one that it is passed."""
+    """Wrap an optimizer where it is created; ``compile`` wraps its argument."""
     script = job.script
     compiles = [call for call, _ in script.tree.method_calls("compile")]
     off = [k.value for call in compiles for k in call.keywords if k.arg == "auto_scale_loss"]

@@ -7,7 +7,7 @@ import json
 
 from mezzo.errors import PolicyError
 from mezzo.formats import FP16
-from mezzo.frameworks.paddle import PaddlePrecision, left_out, to_paddle
+from mezzo.frameworks.paddle import PaddlePrecision, not_honoured, to_paddle
 from mezzo.patching.checkpoints import autocast_validation
 from mezzo.patching.job import PatchJob
 from mezzo.patching.places import Home, common_home
@@ -33,7 +33,7 @@ def settings_of(job: PatchJob) -> PaddlePrecision:
     policy = job.policy
     if policy.compute == "fp8":
         unclear(f"policy {policy}: paddle.amp does not train in FP8", "choose a policy in FP16 or BF16")
-    native, missing = to_paddle(policy), left_out(policy)
+    native, missing = to_paddle(policy), not_honoured(policy)
     refused = [left.choice for left in missing if not left.same_steps]
     if refused:
         what = "; ".join(f"{choice.what} {choice.value}, because {choice.reason}" for choice in refused)
@@ -65,7 +65,7 @@ def patch_loop(job: PatchJob) -> None:
 
 
 def finish(job: PatchJob, settings: PaddlePrecision, names: dict[Backward, str]) -> None:
-    """Scale the losses and update through a scaler, if the policy scales; ``names`` are those of losses that were moved."""
+    """Scale the losses and update through a scaler, if the policy scales; ``names`` are the losses that were moved."""
     if not settings.grad_scaler["enable"]:
         for backward, name in names.items():
             job.editor.replace(backward.loss, name)

@@ -19,7 +19,7 @@ def patch_loop(job: PatchJob) -> None:
     """Create a session next to the optimizers, and let it run the backward passes and the updates.
 
     Raises:
-        Unclear: the loop is not one that a session can run.
+        Unclear: a session cannot run the loop.
     """
     if job.policy.compute == "tf32":
         unclear("TF32 needs no session", "set torch's switches instead")

@@ -161,7 +161,7 @@ def file_of_rank(path: Path, rank: int) -> Path:
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return rank 0's file ``path``, and those of other ranks next to it, in order."""
+    """Return rank 0's file ``path`` and the other ranks' files next to it, in order."""
     name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
     candidates = path.parent.glob(f"*{path.suffix}")
     others = [(int(match[1]), other) for other in candidates if (match := name.fullmatch(other.name))]

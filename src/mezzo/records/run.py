@@ -202,7 +202,7 @@ class SnapshotProof(Value):
 
 
 class SnapshotsTaken(Value):
-    """The snapshots of a run: what they contain, what they lack, and the one that it was resumed from."""
+    """The snapshots of a run: what they contain, what they lack, and which of them it was resumed from."""
 
     folder: str
     every_s: float

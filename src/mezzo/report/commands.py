@@ -33,7 +33,7 @@ CARRIED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Options that mean the same in several commands, with these commands. No other option is passed from one command to another; a
-repeated command keeps all its options except those of ``DROPPED``."""
+repeated command keeps all its options except ``DROPPED``."""
 
 DROPPED: Mapping[str, str] = {
     "--out": "results go to a new folder",
@@ -106,7 +106,7 @@ class TypedScript:
 
         Args:
             command: the command's name.
-            options: its options, by name without dashes, in addition to those of the recorded command that mean the same here; a
+            options: its options, by name without dashes, in addition to the recorded command's options that mean the same here; a
                 flag has an empty value.
         """
         new = {f"--{name}": (value,) for name, value in options.items()}

@@ -100,7 +100,7 @@ def _breakable(policy: str) -> Markup:
 
 
 def kept_whole(text: str) -> Markup:
-    """Return a text whose dates and names with a hyphen, such as those of GPUs and files, stay on one line."""
+    """Return a text whose dates and names with a hyphen (GPUs, files) stay on one line."""
     parts = [
         Markup('<span class="whole">{}</span>').format(part) if number % 2 and len(part) <= _UNBROKEN else escape(part)
         for number, part in enumerate(_NAMES.split(text))

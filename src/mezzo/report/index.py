@@ -66,7 +66,7 @@ class IndexSheet:
     answer: Headline
     entries: list[IndexLine]
     """The newest first; at most MOST_ROWS."""
-    left_out: int
+    num_older: int
     histories: list[History]
     environment: list[Fact] = field(default_factory=list)
     command: str = ""
@@ -89,7 +89,7 @@ def page_of(path: Path) -> Path:
 
 
 def outdated(path: Path) -> bool:
-    """Return whether the record at ``path`` has no page, or one that is older than the record."""
+    """Return whether the record at ``path`` is newer than its page, or has none."""
     try:
         return page_of(path).stat().st_mtime_ns < path.stat().st_mtime_ns
     except OSError:
@@ -180,7 +180,7 @@ def index_sheet(entries: Sequence[IndexLine], folder: Path) -> IndexSheet:
         title=f"Runs in {name}",
         answer=Headline(tone="quiet", word="", sentence=f"{fmt.plural(len(entries), 'record')} in {name}", facts=facts),
         entries=shown,
-        left_out=len(newest_first) - len(shown),
+        num_older=len(newest_first) - len(shown),
         histories=[_history(number, script, history) for number, (script, history) in enumerate(repeated, 1)],
     )
 

@@ -338,7 +338,7 @@ def _bar(policy: str, memory: Memory, *, longest: int, style: Style | None) -> B
 
 
 def memory_kinds(memory: Memory) -> dict[str, int | None]:
-    """Return the bytes of the four kinds by display name; None for one that was not measured."""
+    """Return the bytes of the four kinds by display name; None if it was not measured."""
     return {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,

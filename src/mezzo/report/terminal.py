@@ -105,7 +105,7 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
     heads = ("date", "script", "command", "policies", "answer", "folder")
     console.print()
     console.print(_table(Grid(heads=heads, rows=rows, whole=(0,))))
-    more = len(sheet.entries) + sheet.left_out - _INDEX_ROWS
+    more = len(sheet.entries) + sheet.num_older - _INDEX_ROWS
     if more > 0:
         _line(console, f"and {more} older records", style=_FAINT)
 

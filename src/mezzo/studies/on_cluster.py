@@ -278,7 +278,7 @@ class Ray:
         return None
 
     def end(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Leave the cluster, and end it if it was started here."""
         self._ray.shutdown()
 
 

@@ -82,7 +82,7 @@ def run_label(request: Request) -> str:
 
 
 def _part(record: Path) -> str:
-    """Return the name of a run that shares its folder with others; empty for one that has its own folder."""
+    """Return the name of a run that shares its folder with others; empty if the folder is its own."""
     return "" if record.name == "record.json" else record.name.removesuffix(".json").removesuffix(".record")
 
 

@@ -290,8 +290,8 @@ def test_a_script_that_casts_by_itself_keeps_its_own_precision(
         return
     assert (found.decision, found.policy, found.next_command) == ("stay", "as-is", "python train.py --lr 0.1")
     assert found.why == (
-        f"the script converts its model or data itself and computes {shares} under fp32 as well: fp32 is not an FP32 run here, "
-        "and the other verdicts compare with it; to compare with FP32, remove the conversions from the script"
+        f"the script converts its model or data itself: fp32, with which the other verdicts compare, computes {shares} too. "
+        "To compare with FP32, remove the conversions from the script"
     )
 
 

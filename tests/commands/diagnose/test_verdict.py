@@ -141,7 +141,7 @@ SENTENCES: list[tuple[Located, str]] = [
     (
         at(gradients=WRONG),
         "mul() reaches 1e+05; FP16 ends at 65504. what reads it turns the infinity into finite but wrong numbers. "
-        "1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
+        "1 of 2 gradients are wrong; 0.weight's is off by 50% of its norm",
     ),
     (
         at(kind="entered", operands=[OPERAND.model_copy(update={"num_not_finite": 3})]),
@@ -167,12 +167,12 @@ SENTENCES: list[tuple[Located, str]] = [
     (
         at(gradients=WRONG, swallowed_by=["div", "exp"]),
         "mul() reaches 1e+05; FP16 ends at 65504. div() and exp() turn the infinity into finite but wrong numbers. "
-        "1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
+        "1 of 2 gradients are wrong; 0.weight's is off by 50% of its norm",
     ),
     (
         at(kind="vanished", largest=1e-9, gradients=WRONG.model_copy(update={"zeros": 0.25})),
         "mul() turns values up to 1e-09 into 0, because FP16's smallest number is 6e-08. "
-        "25% of all gradient elements are 0 for this reason alone. 1 of 2 gradients are wrong; that of 0.weight is off by 50% of its norm",
+        "25% of all gradient elements are 0 for this reason alone. 1 of 2 gradients are wrong; 0.weight's is off by 50% of its norm",
     ),
 ]
 

@@ -301,7 +301,7 @@ def test_a_model_that_refuses_its_input(
         }
     }
     monkeypatch.setattr(named, "configurations", lambda: broken)
-    assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) in (1, 2)
+    assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) == 2
     assert "one step of transformers:tiny cannot be traced without numbers in fp32" in capsys.readouterr().err
 
 

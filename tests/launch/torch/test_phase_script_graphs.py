@@ -15,9 +15,7 @@ from mezzo.launch.torch import switched
 from mezzo.policy import Policy
 from mezzo.records import Note
 
-WHY = (
-    "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
-)
+WHY = "steps that a graph of the script replays are not recorded: losses, times and verdicts cover the other steps"
 
 
 class Graph:
@@ -107,10 +105,10 @@ def test_a_capture_ends_the_steady_state_and_steps_after_it_are_recorded() -> No
         script, graph = Script(), torch.cuda.CUDAGraph()
         for _ in range(120):
             script.step()
-        assert run.steady.optimizer() is script.optimizer
+        assert run.steady_state.optimizer() is script.optimizer
         with capture(graph):
             script.step()
-        assert run.steady.optimizer() is None
+        assert run.steady_state.optimizer() is None
         graph.replay()
         for _ in range(7):
             script.step()

@@ -20,7 +20,7 @@ import mezzo
 from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.state import TorchRun
-from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
+from mezzo.launch.torch.steady_state import EVERY_NORM, SteadyState
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.policy import Policy
 
@@ -333,7 +333,7 @@ OWN_CASES = [
 @contextmanager
 def never_steady() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steady, "begin", lambda self: None)
+        patch.setattr(SteadyState, "begin", lambda self: None)
         yield
 
 
@@ -353,7 +353,7 @@ def recorded(
             training.steps = number
             changed = number == CHANGED_AT or (number > CHANGED_AT and not once)
             (change if changed else plain)(training)
-            steady += run.steady.optimizer() is not None
+            steady += run.steady_state.optimizer() is not None
         run.close_update()
         found = run.update.recorder.steps(run.objects.numbers.names).model_dump(exclude={"time_ms", "cpu_ms"})
     return found, run, steady
@@ -443,7 +443,7 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, scaler: bool, most: fl
             run.begin_guard(GuardRequest(), on_stop=list)
         for _ in range(CHANGED_AT):
             training.step()
-        assert run.steady.optimizer() is not None
+        assert run.steady_state.optimizer() is not None
         sys.setprofile(count)
         try:
             for _ in range(NUM_COUNTED):

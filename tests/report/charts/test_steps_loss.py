@@ -104,7 +104,7 @@ def test_the_difference_is_paired_by_seed(scale: str) -> None:
     last = "0" if scale == "absolute" else "+6.2%"
     margin = "0.1" if scale == "absolute" else "10%"
     assert chart.description == (
-        f"The difference of the loss from that of fp32; at the end: bf16 {last}. The margin is {margin} on either side."
+        f"The loss minus fp32's; at the end: bf16 {last}. The margin is {margin} on either side."
     )
     drawing = svg(chart)
     assert drawing.count('class="span"') == drawing.count('class="zero"') == 2  # in both layouts

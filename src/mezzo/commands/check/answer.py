@@ -209,9 +209,8 @@ def _own_precision(case: Case) -> Answer:
     """Answer for a script whose baseline is not an FP32 run, because no policy undoes the script's own casts."""
     shares = listed([f"{share:.0%} of its FLOPs in {name.upper()}" for name, share in case.own_formats.items()])
     why = (
-        f"the script converts its model or data itself and computes {shares} under {case.baseline} as well: "
-        f"{case.baseline} is not an FP32 run here, and the other verdicts compare with it; to compare with FP32, remove "
-        "the conversions from the script"
+        f"the script converts its model or data itself: {case.baseline}, with which the other verdicts compare, computes {shares} too. "
+        "To compare with FP32, remove the conversions from the script"
     )
     next_step = (case.command("python"), "trains as before")
     return _answer(case, "stay", why, next_step, policy=AS_IS)

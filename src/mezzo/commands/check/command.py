@@ -88,12 +88,12 @@ def check(
 ) -> None:
     """Find out which precision a training script should use, what that gains, and what to type next.
 
-    Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers, finds the cause where one fails,
-    repairs what can be repaired, and ends with one answer.
+    Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers. Where one fails, it finds the
+    cause and repairs what can be repaired. It ends with one answer.
 
     A script that takes too long for the budget is stopped after its first steps, the same number in every run. Ctrl-C keeps what is
     finished: the same command with the same --out continues from there. Exit code 0: there is an answer (staying in FP32 is
-    one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
+    one); 1: it is undecided, or FP32 itself does not train. A script that fails by itself keeps its own exit code.
     """
     from mezzo.gpus import gpu_named
 

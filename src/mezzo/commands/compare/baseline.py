@@ -125,7 +125,7 @@ class Dependence:
         """Return a sentence on what happened and what to do."""
         return (
             f"its runs are not independent: the run of {_named(self.reader)} read {self.path}, which the run of "
-            f"{self.written_by} had written; give each run a path of its own with {{run}} in the script's arguments, as in "
+            f"{self.written_by} had written. Give each run its own path with {{run}} in the script's arguments, as in "
             "--output_dir out/{run}, or let the script remove the file when it begins"
         )
 

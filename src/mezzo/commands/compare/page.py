@@ -261,9 +261,9 @@ def method(record: CompareRecord) -> str:
     first = pages.first_steps_text(*record.runs)
     stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
-        "Equivalent means that two one-sided tests (5% overall) show the difference to be within a margin: "
-        f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or {baseline}'s own "
-        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} per policy, paired with {baseline}."
+        "Equivalent means that two one-sided tests (5% overall) show the difference to be within the margin. "
+        f"The margin is {percent}% of {baseline}'s final loss (h = {fmt.number_text(record.margin)} for a proportion), or "
+        f"{baseline}'s own seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} per policy, paired with {baseline}."
         f"{_stand_for(record)}{stopped}"
     )
 

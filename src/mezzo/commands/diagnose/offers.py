@@ -67,7 +67,7 @@ def everywhere(line: str) -> ScriptLine:
 
 
 def new_scaler(scale: float | None = None) -> ScriptLine:
-    """Return the line that creates a GradScaler; without a scale, one that is new to the script."""
+    """Return the line that creates a GradScaler; without a scale, a line that is new to the script."""
     if scale is None:
         use = "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
         return ScriptLine("new scaler", f"scaler = torch.amp.GradScaler()  # {use}", "scaler")

@@ -80,7 +80,7 @@ def page(record: DiagnoseRecord) -> Page:
                 details=True,
             ),
             Charts(draw=lambda _: _charts(record)),
-            Section(title="Steps up to the last one that was not finite", blocks=[_trend(record)], details=True),
+            Section(title="Steps up to the last that was not finite", blocks=[_trend(record)], details=True),
             Section(title="How it was found", blocks=found, details=True),
         ],
         steps=best_first(_next(record)),
@@ -117,7 +117,7 @@ def _meaning(record: DiagnoseRecord) -> str:
     name = fmt.clean(record.format).upper() or "the format"
     if record.verdict == "silent_saturation" and record.origin == "vanished":
         return f"values too small for {name} become 0: loss and gradients stay finite, but the gradients are wrong"
-    # A scale below 1 may help gradients; it changes neither a forward value nor one that rounding made 0.
+    # A scale below 1 may help gradients; it changes no forward value, and none that rounding made 0.
     of_gradients = record.phase == "backward" and record.origin != "vanished"
     scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
     wrong = "gradients are wrong" if record.gradient_error is not None else "loss is wrong"

@@ -151,14 +151,14 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
 
 
 def _from_start(planned: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
-    """Return the planned run; if it inspects step 1, in which the script calls no module, one that inspects from the first line on."""
+    """Return the planned run; if it inspects step 1 and the script calls no module there, from the script's first line on."""
     if planned is None or first.evidence is None or not first.evidence.missed_start or planned.settings.steps[0] != 1:
         return planned
     return replace(planned, settings=planned.settings.model_copy(update={"from_start": True}))
 
 
 def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
-    """Inspect the faulty steps that the first run did not; of overflows only the first, if it is before the one that run located."""
+    """Inspect the faulty steps that the first run did not; of overflows only the first, if it is before the located one."""
     diagnosis, run = judged(first), first.run
     assert run is not None
     assert first.evidence is not None

@@ -135,7 +135,7 @@ class DiagnoseRecord(WholeRecord):
 
     @property
     def has_place(self) -> bool:
-        """Whether it names an operation: one whose value left its format, or one that raised an error."""
+        """Whether it names an operation: its value left its format, or it raised an error."""
         return self.located or self.origin == "raised"
 
     @property

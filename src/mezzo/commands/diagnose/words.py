@@ -151,8 +151,8 @@ def zero_eps(record: DiagnoseRecord) -> str:
     """Return what happened in an update that divides by an eps of 0."""
     least = FORMATS[record.format].min_subnormal if record.format in FORMATS else 0.0
     return (
-        f"{record.op}() makes weights that are not finite: its eps of {record.zero_eps:g} is 0 in {record.format.upper()}, whose smallest "
-        f"number is {least:.2g}, so where the squared gradients are 0 as well it divides by 0. The same step is finite in FP32"
+        f"{record.op}() makes weights that are not finite. Its eps of {record.zero_eps:g} is 0 in {record.format.upper()}, whose smallest "
+        f"number is {least:.2g}; where the squared gradients are 0 too, it divides by 0. The same step is finite in FP32"
     )
 
 
@@ -263,7 +263,7 @@ def _off(gradients: WrongGradients | None) -> str:
         return f"The loss is off by {min(gradients.loss_error, 99.99):.0%}; the gradients are right"
     zeros = f"{gradients.zeros:.0%} of all gradient elements are 0 for this reason alone. " if gradients.zeros else ""
     wrong = f"{gradients.count} of {gradients.total} gradients are wrong"
-    return f"{zeros}{wrong}; that of {gradients.parameter} is off by {min(gradients.error, 99.99):.0%} of its norm"
+    return f"{zeros}{wrong}; {gradients.parameter}'s is off by {min(gradients.error, 99.99):.0%} of its norm"
 
 
 def _failing(op: str, backward: bool, operands: Sequence[Operand], even: str = "") -> str:

@@ -203,8 +203,8 @@ def _judge_noise(state: SearchState) -> str:
     name = max(moved, key=lambda n: worst[n])
     return (
         f"a second run in FP32, each output moved by its last bit, changes {len(moved)} of {len(worst)} gradients by "
-        f"more than {_MOVED:.2g} ({name}: {worst[name]:.2g}): the runs differ in data or random numbers, "
-        "or the training is that unstable; precision cannot be judged"
+        f"more than {_MOVED:.2g} ({name}: {worst[name]:.2g}). The runs differ in data or random numbers, "
+        "or the training is unstable; precision cannot be judged"
     )
 
 
@@ -278,7 +278,7 @@ def _as_rounding(
             f"{shared}; rounding alone moves gradients as much, so whether one is lost cannot be told",
             (),
         )
-    remedy = "the error is that of all of them together, and keeping some in FP32 is no remedy"
+    remedy = "all of them together make the error, and keeping some in FP32 is no remedy"
     return ("not needed", f"{shared}: {remedy}", ()) if explained else None
 
 
@@ -337,9 +337,8 @@ def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     least = min(state.trials, key=lambda trial: trial.excess)
     outcome = _operations_in_fp32(state) if state.has_op_lists else "Keras cannot keep single operations in FP32"
     reason = (
-        f"with every module that has a name kept in FP32 a gradient is still off by more than is allowed "
-        f"({least.tensor or 'no gradient'}: {least.error:.2g}): the cause is outside them, in the model's own forward or in "
-        f"the script, or it is not precision; {outcome}"
+        f"with all named modules in FP32 a gradient's error is still too large ({least.tensor or 'no gradient'}: "
+        f"{least.error:.2g}). The cause is in the model's own forward or in the script, or it is not precision; {outcome}"
     )
     return "elsewhere", reason, ()
 

@@ -45,7 +45,7 @@ def page(record: FallbackRecord) -> Page:
     script = fmt.clean(PurePath(record.run.script).name)
     suggested = Code(text=fmt.clean(record.suggested) if record.helps else "", copies="Copy the policy")
     each = (
-        "Each is a run with these modules kept in FP32; its error is that of the gradient that is furthest from FP32's."
+        "Each is a run with these modules kept in FP32; its error is the largest difference of a gradient from FP32's."
     )
     ignored = "Gradients that FP32 itself does not determine."
     checked = _verifications(record.verifications)

@@ -42,7 +42,7 @@ def fallback_of_script(
         folder: where the runs' files go.
         study: executes the runs.
         resume: whether to use the finished runs that a stopped search left in ``folder``.
-        tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
+        tolerance: the largest relative error of a parameter's gradient that passes; None to follow the format.
         fresh: on how many more batches the set of modules is checked.
         note: called with each message.
     """

@@ -299,7 +299,7 @@ def expected(
 
 
 def guesses_for(reference: Measured) -> tuple[Measured, Measured]:
-    """Return the measurements of a run that fails in every gradient, and of one that passes."""
+    """Return the measurements of a run that fails in every gradient, and of a run that passes."""
     names = [name for step in reference.steps for name in step.errors]
     failed, passed = (
         Measured(steps=[StepErrors(step=step.step, errors=dict.fromkeys(names, error)) for step in reference.steps])

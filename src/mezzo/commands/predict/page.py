@@ -115,7 +115,7 @@ def _fitting(best: Prediction) -> str:
 def _band(record: PredictRecord) -> str:
     if all(prediction.gpu == "cpu" for prediction in record.predictions):
         return (
-            "The band is that of the trainings that calibrated this machine; no largest batch is predicted for a CPU."
+            "The band comes from the trainings that calibrated this machine; no largest batch is predicted for a CPU."
         )
     return (
         "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
@@ -242,7 +242,7 @@ def verdict_text(prediction: Prediction, trade: str = "") -> str:
         "" if prediction.fits else "Does not fit.",
         trade or prediction.verdict,
         f"{prediction.reason}." if prediction.reason else "",
-        "The rates were measured on this machine; the band is that of its calibration."
+        "The rates were measured on this machine; the band comes from its calibration."
         if prediction.calibrated
         else basis,
     ]
@@ -371,7 +371,7 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
 
 
 def _policies(script: TypedScript) -> dict[str, str]:
-    """Return the policies as typed, if they include one that a check can compare with FP32."""
+    """Return the policies as typed, if a check can compare any of them with FP32."""
     typed = script.options.get("--policies", ("",))[-1]
     return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
 

@@ -60,11 +60,11 @@ def resume_check(
 ) -> None:
     """Find out whether a training script's own checkpoints resume a run that was stopped, and which state they lack.
 
-    Runs the script, unedited, to its end; runs it again and stops it in the middle, as a scheduler would; starts it again, so that it
-    resumes from its own checkpoint; and compares losses, weights and state with the undisturbed run. Each run works in a copy of this
-    folder, so your own checkpoints are safe; with {run} in the script's arguments, nothing is copied.
+    Runs the script, unedited, to its end. Runs it again, stops it in the middle, as a scheduler would, and starts it again, so that
+    it resumes from its own checkpoint. Losses, weights and state are compared with the undisturbed run. Each run works in a copy of
+    this folder, so your own checkpoints are safe; with {run} in the script's arguments, nothing is copied.
 
-    Exit code 0: it resumes bit for bit; 1: it does not; a script that fails by itself keeps its own exit code.
+    Exit code 0: it resumes bit for bit; 1: it does not. A script that fails by itself keeps its own exit code.
     """
     from mezzo.launch.runner import shared_imports
 

@@ -285,7 +285,7 @@ def lost_position(runs: Resumed) -> Iterator[MissingState]:
     step = runs.resumed_after + 1
     if trained:
         other = max((n for n in trained if n < runs.resumed_after), default=trained[0]) + 1
-        resumed, why = f"the batch of step {other}", "its samples are those of that step"
+        resumed, why = f"the batch of step {other}", "it has that step's samples"
     elif then.batch != now.batch:
         resumed, why = f"batch {now.batch} of its pass", f"undisturbed, it is batch {then.batch} of its pass"
     else:
@@ -357,8 +357,8 @@ def _lost_order(runs: Resumed) -> MissingState:
         name="DataLoader",
         undisturbed=f"the order of the pass that step {then.updates + 1} is in",
         resumed="another order" if same is None else f"the order of the pass that step {same + 1} is in",
-        evidence="the batch has the same number within its pass, and other samples: the order is drawn when a pass begins, so a generator "
-        "that is restored in the middle of one draws another",
+        evidence="the batch has the same number within its pass, and other samples: the order is drawn when a pass begins, and a "
+        "generator restored in mid-pass draws another",
         fix=_ORDER_FIX,
     )
 

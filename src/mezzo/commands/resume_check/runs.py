@@ -257,11 +257,11 @@ def _files(source: Path, without: Path) -> Iterator[Path]:
     for folder, inner, names in os.walk(source):
         here = Path(folder)
         links = [name for name in inner if (here / name).is_symlink()]
-        inner[:] = [name for name in inner if name not in links and not _is_left_out(here / name, without)]
+        inner[:] = [name for name in inner if name not in links and not _is_skipped(here / name, without)]
         yield from (here / name for name in links)
         yield from (here / name for name in names if (here / name).is_file())
 
 
-def _is_left_out(folder: Path, without: Path) -> bool:
+def _is_skipped(folder: Path, without: Path) -> bool:
     name = folder.name
     return name.startswith(".") or name in _LEFT_OUT or (folder / "pyvenv.cfg").exists() or folder.resolve() == without

@@ -197,7 +197,7 @@ def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | No
 
 
 def _instead() -> str:
-    """Return the command that resumes the newest run with snapshots; where there is none, the one that begins to save them."""
+    """Return the command that resumes the newest run with snapshots or, if there is none, begins to save them."""
     saved = sorted(Path("runs").glob(f"*/{FOLDER}"), key=lambda folder: folder.stat().st_mtime)
     if saved:
         return replacing(RESUME, str(saved[-1].parent))

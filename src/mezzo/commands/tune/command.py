@@ -114,7 +114,7 @@ def tune(
     script as it is now, and must train like FP32.
 
     Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
-    the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
+    the script as it is counts as one); 1: there was no time for one. A script that fails by itself keeps its own exit code.
     """
     from mezzo.commands.tune.plan import SearchKnowledge, grid
     from mezzo.measure.checkpointing.wanted import bytes_of_text

@@ -1,7 +1,7 @@
 """Choose the next run of a search by a pure function of what is known so far, so that a table of cases can test every course of it.
 
 1. Every configuration runs for a few steps, beginning with what the script does now. Configurations that fail, exceed the memory, are
-   emulated or change nothing are dropped, and so are batches larger than one that did not fit, and variants of a policy that changed
+   emulated or change nothing are dropped, and so are batches larger than a batch that did not fit, and variants of a policy that changed
    nothing. Configurations that predictions rule out are not run (``forecast``).
 2. The faster half runs for twice the steps, until few are left. Configurations clearly slower than the script now are dropped.
 3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.

@@ -25,7 +25,7 @@ MODULES = {
     "apex.parallel": "mezzo.compat.apex.parallel",
     "apex.parallel.LARC": "mezzo.compat.apex.parallel.LARC",
 }
-"""The modules that a script imports, with the ones that it gets."""
+"""The modules that a script imports, with the modules that it gets."""
 
 
 def provide(*, without_amp: bool = False) -> None:

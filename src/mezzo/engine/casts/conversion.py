@@ -76,7 +76,7 @@ def where_16_bits(model: nn.Module, *, leave_out: Container[Tensor] = ()) -> str
 
 
 def matching_patterns(model: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Return those of ``patterns`` that match a module's name."""
+    """Return the ``patterns`` that match a module's name."""
     names = module_names(model)
     return {pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
 

@@ -46,7 +46,7 @@ _FLAGS = [
 _CODES = {FP32.dtype: 0, FP16.dtype: 1, BF16.dtype: 2}
 _FP32 = FP32.dtype
 _SPLIT, _NO_MASTER, _STOCHASTIC, _PACKED = 3, 3, 6, 7
-"""The codes of a split master, of stochastic BF16 and of 8-bit moments; ``_NO_MASTER`` is added to that of a 16-bit format without one."""
+"""The codes of a split master, of stochastic BF16 and of 8-bit moments; ``_NO_MASTER`` is added for a 16-bit format without a master."""
 
 
 class _AdamW(ctypes.Structure):
@@ -108,7 +108,7 @@ def _cache_folder() -> Path:
     try:
         folder = cache_home() / "mezzo"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the user has no home, or one that cannot be written
+    except (OSError, RuntimeError):  # the user's home does not exist, or cannot be written
         return folder_of_process()
     return folder if os.access(folder, os.W_OK) else folder_of_process()
 

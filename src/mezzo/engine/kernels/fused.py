@@ -24,7 +24,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     gradients = [dense(g) for g in gradients]
     if not all(has_fp64(g.device) for g in gradients):
         return _narrow_sum_of_squares(gradients)
-    # Norms of FP16 gradients cannot leave FP32's range; those of the others can.
+    # Norms of FP16 gradients cannot leave FP32's range; norms of other formats can.
     wide = FP32.dtype if all(g.dtype is FP16.dtype for g in gradients) else FP64.dtype
     norms = torch._foreach_norm(gradients, dtype=wide)
     return torch.stack([n.to(norms[0].device, FP64.dtype) for n in norms]).square().sum()

@@ -94,7 +94,7 @@ class LaunchTable:
         settings: Settings | None = None,
         memory: Tensor | None = None,
     ) -> None:
-        """Create the table in new memory, or in that of another table of this length, without sending it."""
+        """Create the table in new memory, or in the memory of another table of this length, without sending it."""
         self.count, self.settings = len(sizes), settings
         self.chunks = _chunks(sizes, device)
         self.programs = len(self.chunks) // 2
@@ -182,7 +182,7 @@ def table_of(
     numbers: Sequence[int] = (),
     settings: Settings | None = None,
 ) -> LaunchTable:
-    """Return a table that was sent to the device; one of ``kept`` if the addresses equal those of an earlier step."""
+    """Return a table that was sent to the device; one of ``kept`` if an earlier step had the same addresses."""
     device, sizes = lists[0][0].device, tuple([t.numel() for t in lists[0]])
     zeros = (0,) * len(sizes)
     rows = (*sizes, *(numbers or zeros), *zeros, *[t.data_ptr() for tensors in lists for t in tensors])

@@ -84,7 +84,7 @@ class Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` as a matrix whose rows are those of all its matrices; unlike ``reshape(-1, n)``, it accepts a width of zero."""
+    """Return ``x`` as one matrix with the rows of all its matrices; unlike ``reshape(-1, n)``, it accepts a width of zero."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 

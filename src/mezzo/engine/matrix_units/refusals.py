@@ -53,7 +53,7 @@ def refusal(words: str, operand: Tensor) -> NoKernelError:
     """Return the error for an operation that CUDA refuses; its hint names the script's line, and the module if the model has a name for it.
 
     Args:
-        words: what torch says on CUDA; ``{dtype}`` and ``{sizes}`` stand for those of the operand.
+        words: what torch says on CUDA; ``{dtype}`` and ``{sizes}`` stand for the operand's.
         operand: the 16-bit operand.
     """
     frames = list(_frames())

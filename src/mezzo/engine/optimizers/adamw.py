@@ -6,7 +6,7 @@ unscales, clips, updates and rounds the new weights. Bytes per parameter, AdamW:
 + 8 moments = 16 in FP16; in BF16 the master is the weight and its low bits, 14. ``moments="8bit"`` keeps 2.02 of the 8, and
 ``rounding="stochastic"`` trains BF16 weights that have no master: 6.02 in all.
 
-A ``Session`` passes scale, averaging and clipping as one number on the device (``update``); ``step`` is that of a plain
+A ``Session`` passes scale, averaging and clipping as one number on the device (``update``); ``step`` is a plain
 optimizer.
 
 Limits: dense gradients, dense and non-overlapping weights, no closure.

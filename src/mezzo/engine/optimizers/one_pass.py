@@ -380,7 +380,7 @@ def have_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
 
 
 def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` is that of its class in torch or mezzo, neither overridden nor wrapped."""
+    """Return whether ``optimizer.step`` is its class's method in torch or mezzo, neither overridden nor wrapped."""
     step: Any = optimizer.step
     while step is not None:
         function = getattr(step, "__func__", step)

@@ -360,7 +360,7 @@ def processes_for(
     if policy.world > 1 and dist.get_world_size() == 1:
         refuse_other_formats(roots, policy, reduces=False)
         return alone
-    _refuse_left_out(replicas, trained)
+    _refuse_unshared(replicas, trained)
     refuse_world(policy)
     refuse_other_formats(roots, policy)
     if roots and policy.casting == "model":
@@ -383,7 +383,7 @@ def _shared(roots: Iterable[nn.Module]) -> list[Any]:
     return list(dict.fromkeys(p for root in roots for p in root.parameters() if is_shared(p)))
 
 
-def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[nn.Parameter]) -> None:
+def _refuse_unshared(replicas: list[DistributedDataParallel], trained: Iterable[nn.Parameter]) -> None:
     kept = {p for m in replicas for n, p in m.module.named_parameters() if n not in m.parameters_to_ignore}
     for parameter in trained:
         if parameter.requires_grad and parameter not in kept and not is_shared(parameter):
@@ -438,7 +438,7 @@ class EmulatedWorld:
     extremes of communication libraries; those that add in FP32 inside the network or a node round less. The emulation takes N
     passes over the gradients, so its time says nothing about a real reduction.
 
-    The draws depend only on the gradients' values: a resumed run repeats those of an uninterrupted one, and the script's random
+    The draws depend only on the gradients' values: a resumed run repeats an uninterrupted run's, and the script's random
     numbers do not change.
     """
 

@@ -46,7 +46,7 @@ def divisors(fmt: Format, size: int) -> tuple[float, float]:
 
 
 def format_of_reduction(policy: Policy) -> Format | None:
-    """Return the format that ``policy`` reduces in; None for that of the gradients."""
+    """Return the format that ``policy`` reduces in; None for the gradients' own."""
     return None if policy.reduce == "auto" else FORMATS[policy.reduce]
 
 

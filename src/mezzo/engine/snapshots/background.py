@@ -80,7 +80,7 @@ class Copies:
         self._copies: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of ``tensors`` on the host; those of the last call are overwritten."""
+        """Return copies of ``tensors`` on the host; they overwrite the last call's."""
         before, self._copies = self._copies, {}
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():

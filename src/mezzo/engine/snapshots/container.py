@@ -170,7 +170,7 @@ def _read(file: BufferedReader, path: Path) -> Contents:
             crc = zlib.crc32(piece, crc)
     if f"{crc:08x}" != stored_crc:
         raise _refusal(
-            path, f"its checksum is {stored_crc}, that of its bytes {crc:08x}: it was damaged after it was written"
+            path, f"its checksum is {stored_crc}, but its bytes have {crc:08x}: it was damaged after it was written"
         )
     written_by = str(metadata.get("written_by", "")).encode("unicode_escape").decode()[:80]
     return Contents(_json(path, metadata.get("state")), tensors, written_by)

@@ -135,13 +135,13 @@ def set_contents(
             raise SnapshotError(error.message, hint=error.hint) from None
         raise SnapshotError(
             f"its contents do not fit this session: {type(error).__name__}: {str(error)[:200]}",
-            hint="build the session like the one that saved the snapshot",
+            hint="build the session as it was when it saved the snapshot",
         ) from None
     if not in_all(True):
         _set(session, before)
         raise SnapshotError(
             "it does not fit the session of another process",
-            hint="build the session like the one that saved the snapshot",
+            hint="build the session as it was when it saved the snapshot",
         )
 
 
@@ -174,7 +174,7 @@ def _set(session: SessionParts, contents: Mapping[str, Any]) -> None:
 
 
 def load_or_refuse(session: SessionParts, state: Mapping[str, Any], *, window_calls: int) -> None:
-    """Load a state dict with its counts; one that does not fit is refused before anything changes, without a copy of the session.
+    """Load a state dict with its counts, or refuse it before anything changes, without a copy of the session.
 
     Raises:
         SessionError: it does not fit, or a window is open.
@@ -258,7 +258,7 @@ def _refuse_other(session: SessionParts, contents: Mapping[str, Any]) -> None:
         raise SnapshotError(
             f"it was saved inside an accumulation window, of {contents['accumulate']} micro-batches under policy {policy}; this session "
             f"has {session.accumulate} under {session.policy!s}",
-            hint="load it under the same policy and accumulate, or load one that was saved after an update",
+            hint="load it under the same policy and accumulate, or load a snapshot that was saved after an update",
         )
 
 

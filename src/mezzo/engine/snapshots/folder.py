@@ -258,7 +258,7 @@ def contents_at(path: Path) -> Any:
 
 
 def snapshots_below(folder: Path) -> list[SavedSnapshot]:
-    """Return the snapshots in ``folder``, and in those of the processes of a run below it; the newest first."""
+    """Return the snapshots in ``folder`` and in its folders of a run's processes; the newest first."""
     folders = [folder, *sorted(folder.glob("rank-*-of-*"))]
     return sorted((saved for each in folders for saved in saved_in(each)), key=lambda saved: -saved.number)
 

@@ -131,7 +131,7 @@ class MemorySpans:
 
 
 def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return the array as a tensor over the same memory; torch would warn of one that is read-only."""
+    """Return the array as a tensor over the same memory; torch would warn of a read-only array."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

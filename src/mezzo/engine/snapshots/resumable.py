@@ -62,7 +62,7 @@ class Resumable(SessionParts):
         return self.state.position.epoch
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass over ``loader``; after ``load`` those of the open pass that were not trained on yet.
+        """Yield the batches of a pass over ``loader``; after ``load`` only the open pass's batches that were not trained on yet.
 
         Raises:
             SessionError: ``loader`` is an iterator, or not the loader of the run that was stopped.
@@ -238,7 +238,7 @@ def contents_for_rank(snapshot: CompleteSnapshot, rank: int, size: int) -> Any:
     if first["window"] is not None:
         raise SnapshotError(
             f"it was saved by {len(snapshot.paths)} processes inside an accumulation window, and there are {size}",
-            hint="start as many processes, or load one that was saved after an update",
+            hint="start as many processes, or load a snapshot that was saved after an update",
         )
     if first.get("sharded"):
         others = [contents_at(path) for path in snapshot.paths[1:]]

@@ -238,7 +238,7 @@ class Memo:
 def encode(value: Any, *, memo: Memo, place: str = "") -> Any:
     """Return ``value`` as a JSON value, to be read by ``Made.decode`` after the values that ``memo`` has written before it.
 
-    The tensors of ``memo.finish()`` are those of ``value`` themselves: copy them before training continues.
+    The tensors of ``memo.finish()`` are the same objects as in ``value``: copy them before training continues.
 
     Args:
         value: the state.
@@ -336,7 +336,7 @@ class Made:
         """Return the value of a tree of ``encode``.
 
         Raises:
-            ValueError: ``tree`` is not one, or names what is missing; other errors of forged trees are those of Python, NumPy and torch.
+            ValueError: ``tree`` is not one, or names what is missing; forged trees raise other errors of Python, NumPy and torch.
         """
         if isinstance(tree, list):
             made: Any = self._new([])
@@ -498,7 +498,7 @@ def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
 
 
 def whole(parts: Sequence[Any]) -> Any:
-    """Return one state from those of all processes, with whole tensors instead of shards; other values are the first process's."""
+    """Join the states of all processes into one, with whole tensors instead of shards; other values are the first process's."""
     first = parts[0]
     if isinstance(first, Shard):
         full = torch.empty(first.shape, dtype=first.part.dtype)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
-from mezzo.frameworks.keras import dtype_policy_name, explain, left_out, stage_on
+from mezzo.frameworks.keras import dtype_policy_name, explain, not_honoured, stage_on
 from mezzo.launch.any_script import shift_python, shift_torch
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
@@ -50,7 +50,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     run, patches = KerasRun(policy), Patches()
     if policy is not None:
         dtype_policy_name(policy)
-        for choice in left_out(policy):
+        for choice in not_honoured(policy):
             run.note_left_alone(choice.what, choice.value, choice.reason)
     try:
         if seed is not None:
@@ -160,7 +160,7 @@ class KerasTraining(WithoutPyTorch):
 
     @property
     def framework(self) -> str:
-        """Keras' version and that of its backend."""
+        """The versions of Keras and of its backend."""
         version = package_version("keras") or "not installed"
         return f"keras {version} on {self._run.backend.name if self._run.backend else 'no backend'}"
 
@@ -276,7 +276,7 @@ def refuse_several_workers(patches: Patches) -> None:
 def _alone(
     name: str, original: Callable[..., None], self: Any, cluster_resolver: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Make a strategy whose cluster, by default that of TF_CONFIG, is one process."""
+    """Make a strategy whose cluster, by default TF_CONFIG's, is one process."""
     import tensorflow as tf
 
     resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()

@@ -206,7 +206,7 @@ class EagerValues:
         self._causes[result._id] = (source,)
 
     def _causes_of(self, tensor: Any, place: OperationInLayer) -> tuple[FaultSource, ...]:
-        """Return why an operand is not finite; one that the step did not compute came from outside."""
+        """Return why an operand is not finite; if the step did not compute it, it came from outside."""
         number = tensor._id
         if number in self._known or number in self._causes or not _is_read(tensor):
             return self._causes.get(number, ())

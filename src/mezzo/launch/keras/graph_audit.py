@@ -1,6 +1,6 @@
 """Audit a Keras script on TensorFlow from the graph of its traced step: every operation with its format, layer and phase.
 
-TensorFlow names operations by the layers that they are traced in, and those of the backward pass ``gradient_tape/...`` after the
+TensorFlow names operations by the layers that they are traced in, and operations of the backward pass ``gradient_tape/...`` after the
 forward operation that they belong to. The graph is the same in every step that runs it, so one step is recorded.
 
 Limits: TensorFlow may still rewrite the graph when it runs it (fusion, constant folding, XLA), and does not say how. A step that
@@ -247,7 +247,7 @@ def _gradient_of(op: Any, variables: set[str]) -> PassKind:
         except (KeyError, ValueError):  # another name, or in the graph of another function
             continue
         return "wgrad" if any(_reads_variable(t, variables) for t in operands) else "dgrad"
-    return "wgrad" if _NUMBERED.search(named) else "dgrad"  # TensorFlow's second gradient is that of the right operand
+    return "wgrad" if _NUMBERED.search(named) else "dgrad"  # TensorFlow's second gradient belongs to the right operand
 
 
 def _reads_variable(tensor: Any, variables: set[str]) -> bool:

@@ -129,7 +129,7 @@ def _name_of(dtype: Any) -> str | None:
 
 
 def inner_layers(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the layers inside ``layer`` with their paths: names joined by dots, without that of ``layer`` itself."""
+    """Yield the layers inside ``layer`` with their paths: names joined by dots, without ``layer``'s own."""
     for inner in layer._layers:
         if type(inner).__name__ == "InputLayer":  # it computes nothing
             continue
@@ -203,7 +203,7 @@ def _is_layer(module: Any) -> bool:
 
 
 class JudgedLayers:
-    """The formats that values would have, if each layer computes in that of its dtype policy (``listed_formats.JudgedFormats``)."""
+    """The formats that values would have, if each layer computes in its dtype policy's (``listed_formats.JudgedFormats``)."""
 
     def __init__(
         self, policy: Policy, own_dtypes: Container[nn.Module], tree: ModuleTree, roots: Iterable[nn.Module]

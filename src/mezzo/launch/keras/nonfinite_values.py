@@ -294,7 +294,7 @@ class ObservedTensorFlow:
             return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
+        """Return the largest gradient norm before the step that just closed, at the current loss scale."""
         scale = self.loss_scale()
         return max((norm * scale for norm in self._norms[:-1] if 0 < norm < math.inf), default=0.0)
 

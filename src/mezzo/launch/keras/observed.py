@@ -291,7 +291,7 @@ def _with_masks(output: Any, changed: Any) -> Any:
     return changed
 
 
-# There Keras casts FP16 operands to FP32, multiplies, and casts back; the result is that of a 16-bit unit.
+# There Keras casts FP16 operands to FP32, multiplies, and casts back; the result equals a 16-bit unit's.
 # ``mezzo.engine.matrix_units.emulation`` computes the same numbers, forward and backward, and names the format and the operation
 # that it emulates.
 

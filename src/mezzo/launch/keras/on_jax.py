@@ -161,7 +161,7 @@ class JaxBackend(Backend):
             run.local.in_apply = False
 
     def _update(self, original: Method, optimizer: Any, values: Any, grads: list[Any], trained: Any) -> Any:
-        """Make an update; ``values`` are those of the optimizer's variables, in their order."""
+        """Make an update; ``values`` belong to the optimizer's variables, in their order."""
         run = self._run
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         count_at = next(k for k, variable in enumerate(optimizer.variables) if variable is inner._iterations)
@@ -372,7 +372,7 @@ class JaxScaling:
 
     @contextmanager
     def step(self, optimizer: Any, values: Sequence[Any]) -> Iterator[None]:
-        """Run a ``train_step`` inside; ``values`` are those of the optimizer's variables."""
+        """Run a ``train_step`` inside; ``values`` belong to the optimizer's variables."""
         before = self._optimizer, self._scale
         self._passes = []
         if hasattr(optimizer, "dynamic_scale") and len(values) == len(optimizer.variables):
@@ -449,7 +449,7 @@ class JaxScaling:
     # --- updates -----------------------------------------------------------------------------------------------------------------
 
     def used(self, gradients: Sequence[Any]) -> list[DifferentiatedCall]:
-        """Return the backward passes that gave these gradients, as far as can be told: those themselves, or those of their shapes."""
+        """Return the backward passes that gave these gradients, as far as can be told: by identity, or by their shapes."""
         known = {id(g) for g in gradients if g is not None}
         shapes = _shapes(gradients)
         return (
@@ -475,8 +475,8 @@ class JaxScaling:
             return True
         if not hasattr(optimizer, "initial_scale"):
             raise ScriptError(
-                f"a {type(optimizer).__name__} gets gradients of a loss without a loss scale, which on JAX mezzo run adds only to the "
-                "optimizer of compile; allowed under a policy with a loss scale: a LossScaleOptimizer",
+                f"a {type(optimizer).__name__} gets gradients of an unscaled loss: on JAX, mezzo run scales only for the optimizer of "
+                "compile; allowed under a policy with a loss scale: a LossScaleOptimizer",
                 hint=_HINT,
             )
         kinds = {p.by_script for p in passes}
@@ -486,8 +486,8 @@ class JaxScaling:
             return True
         if optimizer is not self._optimizer or not kinds:
             raise ScriptError(
-                "a LossScaleOptimizer, which divides gradients by the loss scale, gets gradients of a loss that nothing multiplied by it; "
-                "allowed on JAX: a loss from its scale_loss, or a jax.grad or jax.value_and_grad in the train_step of fit",
+                "a LossScaleOptimizer gets gradients of an unscaled loss; allowed on JAX: a loss from its scale_loss, or a jax.grad "
+                "or jax.value_and_grad in the train_step of fit",
                 hint=_HINT,
             )
         return False

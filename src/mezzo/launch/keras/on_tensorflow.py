@@ -150,7 +150,7 @@ class TensorFlowBackend(Backend):
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update, in the graph being traced or eagerly."""
         if (num := _num_replicas()) > 1:
-            why = "losses, formats and activations are those of all of them together; variables, gradients and scale those of one"
+            why = "losses, formats and activations cover all of them together; variables, gradients and scale only one"
             self._run.note_left_alone("replicas", f"{num} of one model", why)
             if not _is_first():
                 return

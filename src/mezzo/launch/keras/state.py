@@ -26,9 +26,9 @@ _NUM_SEARCHED = 256
 
 
 def mixed_scaling() -> ScriptError:
-    """Return the error about an update with gradients of a scaled loss and of one that is not."""
+    """Return the error about an update with gradients of both a scaled and an unscaled loss."""
     return ScriptError(
-        "one update uses gradients of a loss that the script scaled and of one that it did not; allowed: all or none",
+        "one update uses gradients of a loss that the script scaled and of an unscaled one; allowed: all or none",
         hint="call scale_loss for every loss, or for none and let mezzo run scale them",
     )
 

@@ -1,6 +1,6 @@
 """Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped according to the policy.
 
-``LossScaleOptimizer`` does the scaling: either the one that ``compile`` or the script wraps around an optimizer, or one that
+``LossScaleOptimizer`` does the scaling: ``compile`` or the script wraps it around an optimizer, or it
 is wrapped around it here. All of them share the run's scale. Gradients reach it in one of two ways:
 
 * a loss was passed to ``optimizer.scale_loss``, as in ``fit``: its gradients are scaled, and the optimizer divides them;
@@ -219,7 +219,7 @@ _BACKOFF = 0.5  # LossScaleOptimizer's own
 
 
 class LayerScale(Protocol):
-    """A loss scale: the policy's, or that of the script's own LossScaleOptimizer."""
+    """A loss scale: the policy's, or the script's own LossScaleOptimizer's."""
 
     dynamic: bool
     """Whether it changes by itself."""

@@ -199,7 +199,7 @@ _SPLITS = (
     (dist.sharding, ("group_sharded_parallel",)),
     (dist.fleet, ("distributed_model", "distributed_optimizer")),
 )
-"""Paddle's functions that split models or optimizers; those of fleet do so if its strategy has degrees above 1."""
+"""Paddle's functions that split models or optimizers; fleet's do so if its strategy has degrees above 1."""
 
 
 def refuse_split_models(patches: Patches) -> None:

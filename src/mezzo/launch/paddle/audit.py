@@ -1,7 +1,7 @@
 """Audit chosen steps of a Paddle script: every operation with its format, layer, phase, FLOPs and bytes.
 
 Forward passes and updates are recorded operation by operation. Of backward passes, only the products are recorded: one for each operand
-whose gradient the step computes, with the FLOPs of the forward product. Casts are those of the policy: of an operand to 16 bits, and of a
+whose gradient the step computes, with the FLOPs of the forward product. Casts are the policy's: of an operand to 16 bits, and of a
 16-bit value that an operation in the FP32 list reads.
 
 Limits: the other operations of backward passes are not recorded; nor are casts on a GPU, where Paddle casts inside its operations.
@@ -410,7 +410,7 @@ _CHANNELS_LAST = ("NHWC", "NDHWC")
 
 
 # The format of an operation is the one in which it computes: where the policy rounds operands and results on a CPU, the values are kept in
-# FP32 tensors, but formats, casts and bytes are those of the policy.
+# FP32 tensors, but formats, casts and bytes are the policy's.
 
 OF_GRADIENT = "_grad"
 """Suffix of a product that computes a gradient."""

@@ -178,7 +178,7 @@ class Leaves:
         for pointer in _accumulations(roots):
             if pointer not in nodes:
                 raise ScriptError(
-                    "the loss depends on a tensor that takes gradients and that Mezzo has not seen, so its gradient cannot be unscaled; "
+                    "the loss depends on an unknown tensor that takes gradients, so its gradient cannot be unscaled; "
                     "allowed: parameters of layers and optimizers, and tensors whose stop_gradient the script sets",
                     hint="set stop_gradient = False on the tensor in the script, or use a policy without a loss scale, such as bf16",
                 )

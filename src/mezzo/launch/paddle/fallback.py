@@ -1,10 +1,10 @@
 """Compare the gradients of a Paddle script's first steps between precisions: one run of a fallback search.
 
 Optimizers leave the weights as they are, so that all steps use the script's initial weights: step k is then the same computation in
-every run, on batch k. The gradients that are compared are those of the parameters before a step's first update: unscaled, and before
+every run, on batch k. It compares the parameters' gradients before a step's first update: unscaled, and before
 any clipping.
 
-The four kinds of runs are those of PyTorch's search (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
+PyTorch's search has the same four kinds of runs (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
 every layer on its own; ``noise`` and ``rounding``, in FP32 with every layer's output moved by one unit in the last place, of FP32 and of
 the policy's format; and ``check``, in lower precision.
 """
@@ -37,7 +37,7 @@ from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
 # The operations of a layer's first call run once more on their FP32 operands: unchanged, and with the layer's own operations rounded if
-# the policy lists them. Those of its sublayers stay in FP32, so that a container's error comes only from what it computes itself.
+# the policy lists them. Its sublayers' operations stay in FP32, so that a container's error comes only from what it computes itself.
 #
 # Limit: the first call of a layer represents all its calls. Cost: a copy of the step's tensors, and two passes per level of the layer tree.
 
@@ -83,7 +83,7 @@ def measured(
 
     Args:
         calls: each with its outputs and gradients.
-        operations: those of the whole step.
+        operations: all of the step's.
         names: the layers' names; a whole model has no name that a pattern could match.
         policy: the policy to judge.
     """
@@ -154,7 +154,7 @@ class _Bench:
 
 
 def relative_error(exact: Sequence[Any], other: Sequence[Any]) -> float:
-    """Return the norm of the difference over that of ``exact``, of all arrays together; infinite if it is not finite."""
+    """Return the norm of the difference over the norm of ``exact``, of all arrays together; infinite if it is not finite."""
     difference = math.hypot(*(float(np.linalg.norm((a - b).ravel())) for a, b in zip(exact, other, strict=True)))
     norm = math.hypot(*(float(np.linalg.norm(a.ravel())) for a in exact))
     if not math.isfinite(difference):

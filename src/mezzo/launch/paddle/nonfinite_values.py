@@ -168,7 +168,7 @@ class NonFinite(StepObserver):
         return LayerNames(self._followed.tape.roots)
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
+        """Return the largest gradient norm before the step that just closed, at the current loss scale."""
         norms = self.run.steps.norms()[:-1]
         return max((norm * self.run.scale.value for norm in norms if 0 < norm < math.inf), default=0.0)
 
@@ -197,8 +197,8 @@ class NonFinite(StepObserver):
         return run
 
 
-# The thresholds are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
-# one that contains only rounding noise (a bias before a norm) is not judged.
+# The thresholds are the same as in PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
+# a gradient of nothing but rounding noise (a bias before a norm) is not judged.
 
 
 def gradient_errors(
@@ -369,7 +369,7 @@ class ValueFollower:
             self._hook_leaf(tensor)
 
     def _causes_of(self, operation: TapedOperation, tensor: Any) -> tuple[FaultSource, ...]:
-        """Return why an operand is not finite; one that the step did not compute came from outside."""
+        """Return why an operand is not finite; if the step did not compute it, it came from outside."""
         if id(tensor) in self.causes or id(tensor) in self._computed or id(tensor) in self._checked:
             return self.causes.get(id(tensor), ())
         self._checked[id(tensor)] = tensor
@@ -439,7 +439,7 @@ class ValueFollower:
                 self._vanished(operation, lost, backward=True)
 
     def _result_gradient(self, operation: TapedOperation | None, result: Any, gradient: Any) -> None:
-        """Record the gradient of a result or of a weight; that of a rounded result is rounded next."""
+        """Record the gradient of a result or of a weight; a rounded result's gradient is rounded next."""
         if gradient is None:
             return
         with self._surveyed(gradient) as lost:

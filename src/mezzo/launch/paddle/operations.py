@@ -99,7 +99,7 @@ def flops_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return those of a product's two operands that need a gradient, each as its first tensor that does."""
+    """Return the operands of a product that need a gradient, each as its first tensor that does."""
     values = [*args, *kwargs.values()]
     if op == "einsum":
         values = list(values[0])

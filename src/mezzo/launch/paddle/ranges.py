@@ -199,7 +199,7 @@ class Ranges(StepObserver):
         return ranges_record(run, values, policy=self._policy)
 
 
-# The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other has the
+# The result of an operation in the lower-precision list has 16 bits, in the FP32 list 32; any other result has the
 # widest format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the
 # weight. The result of batch normalisation has the format of its first operand, whatever the format of its weights.
 
@@ -270,7 +270,7 @@ def counted(values: npt.NDArray[Any]) -> CountTable:
 
 
 class Tally:
-    """Tables by name; those of the open step are separate until ``keep``."""
+    """Tables by name; the open step's are separate until ``keep``."""
 
     def __init__(self) -> None:
         self.kept: dict[Any, CountTable] = {}

@@ -1,9 +1,9 @@
 """Compute the gradients of a recorded Paddle step again, with a format that has no largest or no smallest number.
 
 A value that leaves a format's range becomes infinite or zero, and whether that matters shows only in the gradients: the softmax of
--inf is that of -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
-keeps the format's digits but not its limits. If gradients differ from those of a replay with the limits, the range made them wrong,
-because nothing else differs. A replay is discarded if its loss is not that of the step.
+-inf is the same as with -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
+keeps the format's digits but not its limits. If gradients differ from a replay with the limits, the range made them wrong,
+because nothing else differs. A replay is discarded if its loss is not the step's.
 
 Limits: a script's own ``PyLayer``, and activation checkpointing, are constants in both replays, so errors that arise before
 them are not found. Cost: two or three more forward and backward passes, in observed steps in which a value left the format.
@@ -27,7 +27,7 @@ from mezzo.launch.paddle.surveys import array_of, is_fp32
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 
 _SAME = 1e-4
-"""Relative difference up to which a replayed loss counts as that of the step: sums may be computed in another order."""
+"""Relative difference up to which a replayed loss counts as the step's: sums may be computed in another order."""
 
 
 class Limits(NamedTuple):

@@ -294,7 +294,7 @@ class PaddleRun:
         """Record a backward pass: it closes the open update, and its losses belong to the next one.
 
         Args:
-            losses: the tensors from which it starts; those of one value are recorded, times their gradient.
+            losses: the tensors from which it starts; those with one value are recorded, times their gradient.
             starts: the gradient for each; None for one without.
 
         Raises:
@@ -443,7 +443,7 @@ def dense(gradient: Any) -> Any:
 
 
 def _joint_norm(norms: list[Any]) -> Any:
-    """Return the norm of all gradients together from those of the optimizers; NaN if there are none."""
+    """Return the norm of all gradients together from the optimizers' norms; NaN if there are none."""
     if not norms:
         return float("nan")
     return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()

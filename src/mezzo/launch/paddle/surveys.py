@@ -52,7 +52,7 @@ _TOO_LARGE = {name: f.max + math.ldexp(1.0, math.frexp(f.max)[1] - f.mantissa_bi
 
 
 def array_of(tensor: Any) -> npt.NDArray[Any]:
-    """Return a copy of a tensor's values; those of 16 bits in FP32."""
+    """Return a copy of a tensor's values, 16-bit ones in FP32."""
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     return np.asarray((tensor.detach().astype(FP32.dtype_name) if narrow else tensor.detach()).numpy())
 

@@ -137,7 +137,7 @@ class Tape:
         )
 
     def start(self, *, everything: bool = False) -> None:
-        """Record operations from now on; with ``everything`` also those of code without gradients."""
+        """Record operations from now on; with ``everything`` also in code without gradients."""
         self.on, self.everything = True, everything
 
     def stop(self) -> None:
@@ -311,13 +311,13 @@ class StepObserver(RunListener, ABC):
 
     @abstractmethod
     def record(self, run: RunRecord) -> AnyRecord:
-        """Return the observer's record, which includes that of the whole run."""
+        """Return the observer's record, which includes the whole run's."""
 
     def begin(self) -> None:
         """Begin to record."""
 
     def judge(self, norm: Any | None) -> None:
-        """Judge what was recorded of the open step, whose gradients have this norm; the weights are still those of the step."""
+        """Judge what was recorded of the open step, whose gradients have this norm; the weights are still the step's."""
 
     def end(self) -> None:
         """Stop recording, and discard what was recorded since ``judge``."""

@@ -117,7 +117,7 @@ _WAITING = re.compile(
 """Files of torch in which a process waits for others, or for its device, which may itself wait for others."""
 
 _WRITTEN_S, _LOOKS_EVERY_S = 10.0, 0.1
-"""Time for a process to write its traceback: milliseconds, but for one that is starved or stuck."""
+"""Time for a process to write its traceback: milliseconds, unless it is starved or stuck."""
 
 
 class ScriptPosition(NamedTuple):

@@ -1,7 +1,7 @@
 """What the launcher of several processes tells each in environment variables: which one it is, and where it reports its error.
 
 Each launcher has its own variables. ``torchrun`` and the launchers built on it (``accelerate launch``, ``deepspeed``) set torch's own,
-which take precedence, and then those of Paddle's launcher: another launcher may have started one of these, once per machine.
+which take precedence, and then Paddle's launcher's: another launcher may have started one of these, once per machine.
 Imports no torch.
 """
 

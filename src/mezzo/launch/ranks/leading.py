@@ -117,7 +117,7 @@ class Leader:
 
         Args:
             request: what to run.
-            output: a file for the script's output; those of the other ranks are next to it.
+            output: a file for the script's output; the other ranks' files are next to it.
             limit_s: seconds after which the run is stopped in all processes.
             run_one: runs the script in this process.
 
@@ -211,7 +211,7 @@ class Leader:
     # --- when it is over ---------------------------------------------------------------------------------------------------------
 
     def _merged(self, records: Mapping[int, AnyRecord], own_end: ProcessEnd, run: _Run) -> AnyRecord:
-        """Return one record of a run from those of its processes; note which process is to blame for a failure."""
+        """Merge the records of a run's processes into one; note which process is to blame for a failure."""
         updates = {rank: len(part.steps) for rank, record in records.items() if (part := run_of(record)) is not None}
         ends = [own_end, *(self._end_of(rank, run) for rank in self._meeting.others)]
         ends = [replace(end, updates=updates.get(end.rank)) for end in ends]

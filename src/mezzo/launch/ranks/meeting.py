@@ -305,7 +305,7 @@ def _unequal(what: str) -> ScriptError:
 
 
 def _create_own(place: Path) -> None:
-    """Create the folder, for this user alone; refuse one that somebody else created.
+    """Create the folder, for this user alone; refuse another user's.
 
     Raises:
         ScriptError: it belongs to another user.

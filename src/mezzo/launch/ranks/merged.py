@@ -231,7 +231,7 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: i
     """Return the request of one rank, whose observer writes next to the files of rank 0, or into the rank's folder of the meeting.
 
     Args:
-        request: that of rank 0.
+        request: rank 0's.
         rank: the rank.
         folder: the rank's folder of the meeting.
         number: the number of the run.
@@ -255,5 +255,5 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: i
 
 
 def folder_of_rank(folder: Path, rank: int) -> Path:
-    """Return a rank's own folder, inside that of rank 0."""
+    """Return a rank's own folder, inside rank 0's."""
     return folder / f"rank{rank}"

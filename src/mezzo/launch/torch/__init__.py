@@ -82,7 +82,7 @@ def switched(
         replace_amp(run, patches)
         report_to_lint(run.lint, patches, as_is=policy is None)
         if policy is None:
-            run.steady.scaler_calls.install(patches)
+            run.steady_state.scaler_calls.install(patches)
         record_sessions(run, patches)
         run.graphs.install(patches)
         regions.install(patches)
@@ -481,7 +481,7 @@ def _record_backward(
 ) -> None:
     if run.phase.not_training:
         return original(self, loss, share, loss_id=loss_id, **how)
-    run.steady.end()
+    run.steady_state.end()
     if self.scales[loss_id].skips_overflows:
         known = scales.setdefault(self, {})
         run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
@@ -505,6 +505,6 @@ def _record_update(
 
 
 def _capture(run: TorchRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Capture a session's step: its rehearsals are no training steps, and its replays are counted like those of any graph."""
+    """Capture a session's step: its rehearsals are no training steps, and its replays are counted like any graph's."""
     with run.phase.no_training():
         return original(*args, **kwargs)

@@ -53,7 +53,7 @@ class BackwardPasses:
         self._hooked = WeakTensorKeyDictionary()
         self._hook_numbers: set[int] = set()
         """Ids of our own hooks: comparing them is 30 times faster than inspecting the hooks."""
-        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.disable)
+        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady_state.batched.disable)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
@@ -64,14 +64,14 @@ class BackwardPasses:
             self._run.phase.before_compiling.append(disable)
         if self._run.precision.effective is not None and self._run.precision.effective.loss_scale != "none":
             self._views.install(patches)
-            self._run.steady.batched.install(patches, self._unhook_leaf)
+            self._run.steady_state.batched.install(patches, self._unhook_leaf)
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Under a function mode, torch's own function would call this replacement.
         run_engine = WITHOUT_MODE_CHECK.get(original, original)
-        run, steady = self._run, self._run.steady
-        batched, calls = steady.batched, steady.scaler_calls
+        run, steady_state = self._run, self._run.steady_state
+        batched, calls = steady_state.batched, steady_state.scaler_calls
         run_steady = DirectPasses(run_engine) if original in WITHOUT_MODE_CHECK else run_engine
 
         @functools.wraps(original)
@@ -87,7 +87,7 @@ class BackwardPasses:
             begins_step = (
                 run.update.stepped and grad_tensors is None and not (run.phase.in_backward or run.update.in_closure)
             )
-            optimizer, start = steady.optimizer() if begins_step else None, None
+            optimizer, start = steady_state.optimizer() if begins_step else None, None
             if optimizer is not None and run.precision.scale.skips_overflows:
                 usual = inputs is None and not (retain_graph or create_graph)
                 if usual and run.update.overflowed is False and run.precision.scale.calm > 0:
@@ -185,7 +185,7 @@ class BackwardPasses:
             self._begin(roots, grad_outputs)
             if not self._run.objects.optimizers:
                 self._run.by_hand.reached(leaves)
-            # Those of an update may overflow: it is skipped, and its graph need not be kept.
+            # An update's gradients may overflow: it is skipped, and its graph need not be kept.
             of_update = not self._run.objects.optimizers or self._run.losses.are_of_update()
             compute = functools.partial(run_engine, roots, inputs)
             gradients = self._gradients(
@@ -203,7 +203,7 @@ class BackwardPasses:
     def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Record the loss whose gradients ``torch.func`` computes; under ``vmap``, the mean loss over the samples.
 
-        The gradients belong to an update if they are those of an optimizer's parameters, or of detached tensors that share their memory.
+        The gradients belong to an update if their leaves are an optimizer's parameters, or detached tensors that share their memory.
         """
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
@@ -272,7 +272,7 @@ class BackwardPasses:
             else:
                 with self._views.of_inner_gradients(inputs):
                     yield
-            self._run.left_out.pass_ended(leaves)
+            self._run.dropped_updates.pass_ended(leaves)
         finally:
             self._inverse = None
 
@@ -298,7 +298,7 @@ class BackwardPasses:
     def _inside_pass(self) -> Iterator[None]:
         """Compute gradients inside a backward pass, as a solver with an adjoint does: they continue into that pass.
 
-        So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
+        So they stay scaled, also for leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
         gradient that the outer pass accumulates meanwhile, in the thread of another device, stays scaled, too.
         """
         node, inverse = torch._C._current_autograd_node(), self._inverse
@@ -389,7 +389,7 @@ class BackwardPasses:
         return None if self._inverse is None else unscaled(gradient, self._inverse)
 
     def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
+        """Return whether gradients from ``torch.autograd.grad`` belong to an update."""
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
         return self._run.objects.owns(leaves) if self._run.objects.optimizers else all(t.is_leaf for t in leaves)

@@ -51,7 +51,7 @@ _KEYS = ("CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA")
 _BEFORE_CUDA = 15
 """Priority of a storage location's handler in ``torch.load``: the CPU's is 10, CUDA's 20."""
 _CAPABILITY = (8, 0)
-"""Compute capability that a script is told: its own choices by capability are then those of a GPU with all formats but FP8."""
+"""Compute capability that a script is told: it then chooses as on a GPU with all formats but FP8."""
 
 
 def names_cuda(device: object) -> bool:
@@ -177,7 +177,7 @@ class CudaStandIn:
             if not on_cuda and not (self.used and torch.device(target).type == "cpu"):
                 return original(tensor, *args, **kwargs)
             named = {**dict(zip(_TO, args, strict=False)), **kwargs}
-            # Under a function mode torch calls this wrapper again: a device would be taken for one that the script named.
+            # Under a function mode torch calls this wrapper again: a device would be taken for the script's.
             named["device"] = None if tensor.device.type == "cpu" else _CPU
             if not on_cuda:
                 return original(tensor, **{**named, "copy": True})
@@ -353,7 +353,7 @@ _OF_THE_MACHINE: dict[str, Any] = {
 """Answers about the device that stands in."""
 
 
-# The statistics are those of the batches of all processes, summed over gloo; the backward pass sums their gradients in the same way.
+# The statistics cover the batches of all processes, summed over gloo; the backward pass sums their gradients in the same way.
 
 
 def normalize_over_processes(original: Callable[..., Tensor], layer: nn.SyncBatchNorm, input: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def _summed(value: Tensor, group: Any) -> Tensor:
 
 
 def _track(layer: nn.SyncBatchNorm, mean: Tensor, variance: Tensor, count: float) -> None:
-    """Move the running statistics towards those of a batch, whose variance is made unbiased."""
+    """Move the running statistics towards a batch's, whose variance is made unbiased."""
     if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
         return
     layer.num_batches_tracked.add_(1)

@@ -123,7 +123,7 @@ def flat(entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str,
 
 
 def copies_of(weights: Iterable[Tensor], values: Iterable[tuple[str, str, Any]]) -> dict[str, list[Tensor]]:
-    """Return copies of the weights, by path: the tensors of containers whose shapes are those of the weights."""
+    """Return copies of the weights, by path: the tensors of containers that have the weights' shapes."""
     shapes = Counter(tuple(weight.shape) for weight in weights)
     groups: dict[str, list[Tensor]] = {}
     for container, _, value in values:
@@ -235,7 +235,7 @@ class ScriptState:
         self._only_finds = False
         self.objects: dict[str, Any] = {}
         """Models, optimizers and the like, by their paths."""
-        self.left_out: dict[str, str] = {}
+        self.omitted: dict[str, str] = {}
         """What was not saved, and why, by path."""
 
     def frame(self, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,10 +243,10 @@ class ScriptState:
         named = {name: value for name, value in variables.items() if not name.startswith("_")}
         # A first walk only finds objects, so that the second does not save their parts once more, as variables of their own.
         self._only_finds, before = True, set(self._seen)
-        objects, left_out = dict(self.objects), dict(self.left_out)
+        objects, omitted = dict(self.objects), dict(self.omitted)
         self._entries(named, "")
         self._only_finds, self._seen = False, before | self._parts()
-        self.objects, self.left_out = objects, left_out
+        self.objects, self.omitted = objects, omitted
         return self._entries(named, "")
 
     def _parts(self) -> set[int]:
@@ -291,7 +291,7 @@ class ScriptState:
             return {"items": self._entries(value, path)}
         if isinstance(value, (Namespace, types.SimpleNamespace)) or self._is_own(type(value).__module__):
             return {"attributes": self._entries(getattr(value, "__dict__", {}), path)}
-        self.left_out[path] = f"a {type(value).__module__}.{type(value).__qualname__}"
+        self.omitted[path] = f"a {type(value).__module__}.{type(value).__qualname__}"
         return None
 
     def _array(self, value: Any, path: str) -> dict[str, Any] | None:
@@ -300,7 +300,7 @@ class ScriptState:
         large = value.nbytes > _MAX_BYTES
         if large and not (isinstance(value, Tensor) and (value._version or value.requires_grad)):
             if isinstance(value, np.ndarray) or value.is_floating_point():
-                self.left_out[path] = f"{value.nbytes:,} bytes that the loop has not changed in place, taken for data"
+                self.omitted[path] = f"{value.nbytes:,} bytes that the loop has not changed in place, taken for data"
             return None
         return {"value": value.detach() if isinstance(value, Tensor) else value}
 

@@ -177,7 +177,7 @@ class ForwardRegions:
         def compile(model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda function: compile(function, **kwargs)
-            self._run.steady.end()
+            self._run.steady_state.end()
             self._run.phase.begin_compiling()
             compiled = original(model, **kwargs)
             return compiled if isinstance(model, nn.Module) else self._compiled_function(model, compiled)

@@ -17,7 +17,7 @@ from mezzo.errors import GuardError
 from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.precision import ScriptPrecision
-from mezzo.launch.torch.steady_state import Steady
+from mezzo.launch.torch.steady_state import SteadyState
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.settings import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
@@ -35,13 +35,13 @@ class ScriptGuard:
         self,
         precision: ScriptPrecision,
         update: OpenUpdate,
-        steady: Steady,
+        steady_state: SteadyState,
         request: GuardRequest,
         *,
         on_stop: Callable[[], object],
     ) -> None:
         """Watch a run; ``on_stop`` is called before the script is stopped, while its model still exists."""
-        self._update, self._steady, self._request, self._on_stop = update, steady, request, on_stop
+        self._update, self._steady_state, self._request, self._on_stop = update, steady_state, request, on_stop
         policy = precision.effective
         dynamic = policy is not None and policy.loss_scale == "dynamic"
         self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
@@ -68,7 +68,7 @@ class ScriptGuard:
             StopScript: an alarm stops the run.
         """
         recorder, closed = self._update.recorder, self._update.recorder.num_closed
-        if self._steady.optimizer() is None or closed >= self.due:
+        if self._steady_state.optimizer() is None or closed >= self.due:
             self.due = closed - closed % _STEADY_EVERY + _STEADY_EVERY
             if closed % _SEND_EVERY == 0:
                 recorder.send_numbers()

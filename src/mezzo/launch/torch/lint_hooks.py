@@ -1,4 +1,4 @@
-"""Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
+"""Report a script's calls to the lint: of its GradScaler and autocast, of torch's clipping, and calls that clear gradients.
 
 The launcher's other hooks, on optimizers, schedulers, backward passes and modules, report to the lint themselves. These hooks change
 nothing: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.

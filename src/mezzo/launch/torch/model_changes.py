@@ -241,7 +241,7 @@ def _refusals(model: nn.Module) -> Iterator[str]:
 
 
 def _wrapped_by(module: nn.Module) -> str:
-    """Return the library that replaced the forward of ``module``; empty for its class's forward, or one that Mezzo wraps."""
+    """Return the library that replaced the forward of ``module``; empty for its class's forward, or Mezzo's."""
     forward: Any = vars(module).get("forward")
     while isinstance(forward, partial) and forward.func.__module__.startswith("mezzo."):
         forward = forward.args[0]

@@ -44,7 +44,7 @@ class OpenUpdate:
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale that is still in the gradients: that of the script's own scaler, since the policy's is divided out immediately."""
+        """The loss scale that is still in the gradients: the script's own scaler's, since the policy's is divided out immediately."""
         return 1.0 if self.script_scaler is None else float(self.script_scaler.get_scale())
 
     def scale_on_device(self) -> Tensor | float | None:
@@ -97,8 +97,8 @@ class OpenUpdate:
         """Record that losses are no longer scaled by the script."""
         self.scaled_by_script = False
 
-    def left_out(self, made_by: Iterable[int], parts: Iterable[Update]) -> None:
-        """Record that the script left the update out: it counts as one that was skipped."""
+    def drop(self, made_by: Iterable[int], parts: Iterable[Update]) -> None:
+        """Record that the script left the update out: it counts as skipped."""
         self.stepped = self.overflowed = self.skipped = True
         self.made_by.update(made_by)
         self.parts += parts

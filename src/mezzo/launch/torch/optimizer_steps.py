@@ -67,7 +67,7 @@ class Updates:
         """Whether casting is turned off for the running step."""
         self._closure_runs_first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
-        self._step_is_left_out: set[type] = set()
+        self._skips_by_itself: set[type] = set()
         """Classes of optimizers whose step is not called in a skipped update."""
 
     def install(self, patches: Patches) -> None:
@@ -108,9 +108,9 @@ class Updates:
     def _leave_out_step(self, patches: Patches, stepping: type) -> None:
         """Let the step of an optimizer that is not torch's be left out in a skipped update; call this before torch hooks the step."""
         hooked = hasattr(vars(stepping)["step"], "hooked")
-        if hooked or stepping in self._step_is_left_out or stepping.__module__.startswith("torch."):
+        if hooked or stepping in self._skips_by_itself or stepping.__module__.startswith("torch."):
             return
-        self._step_is_left_out.add(stepping)
+        self._skips_by_itself.add(stepping)
         run = self._run
 
         def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -134,9 +134,9 @@ class Updates:
         if run.phase.local.depth and _closure_of(args, kwargs) is None:
             self._stop_casting()
         finite: bool | None = None
-        if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
+        if run.steady_state.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
             step = run.update.recorder.num_closed + 1
-            finite = run.steady.batched.finite(optimizer) if run.precision.scale.skips_overflows else True
+            finite = run.steady_state.batched.finite(optimizer) if run.precision.scale.skips_overflows else True
             if finite and step > EVERY_NORM:  # the same as below, without the calls
                 if step % STEPS_BETWEEN_NORMS == 0 and (norm := _norm(optimizer)) is not None:
                     run.update.recorder.norm(norm)
@@ -146,7 +146,7 @@ class Updates:
                 self._last_counts[0] += 1
                 return None
         if optimizer not in self._counts:
-            run.steady.end()
+            run.steady_state.end()
             run.objects.optimizers[optimizer] = None  # for a copied or unpickled optimizer, __init__ never ran
             self._counts[optimizer] = [0, 0]
         self._last_counts = self._counts[optimizer]
@@ -177,7 +177,7 @@ class Updates:
     def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
         """Check an optimizer's gradients unless they are known to be finite or not; set them aside if the update is to be skipped."""
         run = self._run
-        if run.left_out.overflowed(optimizer):
+        if run.dropped_updates.overflowed(optimizer):
             finite = False
         norm = _norm(optimizer) if (run.precision.scale.skips_overflows and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
@@ -199,7 +199,7 @@ class Updates:
         run.phase.local.stepping = False
         if self._casting_stopped:
             torch.set_autocast_enabled(run.precision.device_type or "cpu", True)
-        if run.steady.optimizer() is optimizer and not (run.update.in_closure or run.update.skips):
+        if run.steady_state.optimizer() is optimizer and not (run.update.in_closure or run.update.skips):
             clock = run.update.recorder.clock
             if run.precision.device_type == "cuda" or run.update.recorder.num_closed % STEPS_PER_CPU_READING == 0:
                 clock.mark()

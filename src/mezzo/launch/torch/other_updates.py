@@ -25,7 +25,7 @@ from mezzo.launch.torch.notes import Listeners, RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
 from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.launch.torch.script_objects import ScriptObjects
-from mezzo.launch.torch.steady_state import Steady
+from mezzo.launch.torch.steady_state import SteadyState
 from mezzo.observe.observer import Update
 from mezzo.observe.settings import StopScript
 
@@ -36,7 +36,7 @@ Place = tuple[tuple[int, int], ...]
 """Where the script runs a pass: the code and the instruction of every frame."""
 
 
-class LeftOutUpdates:
+class DroppedUpdates:
     """The passes whose gradients overflowed, until an optimizer steps on their leaves."""
 
     def __init__(
@@ -45,10 +45,10 @@ class LeftOutUpdates:
         update: OpenUpdate,
         objects: ScriptObjects,
         listeners: Listeners,
-        steady: Steady,
+        steady_state: SteadyState,
     ) -> None:
         self._precision, self._update, self._objects = precision, update, objects
-        self._listeners, self._steady = listeners, steady
+        self._listeners, self._steady_state = listeners, steady_state
         self._scale: float | None = None
         self._proven = False
         """Whether an update was finite at the present scale."""
@@ -121,7 +121,7 @@ class LeftOutUpdates:
     def pass_begins(self) -> bool:
         """Return whether the pass is an earlier one again, whose update the script left out because of an overflow.
 
-        Then that update is open, as one that was skipped.
+        Then that update is open, as a skipped one.
         """
         if not self._precision.scale.skips_overflows or self._update.in_closure:
             return False
@@ -136,7 +136,7 @@ class LeftOutUpdates:
         if self._listeners.observer is not None:
             owners = [o for o in self._objects.optimizers if any(id(p) in leaves for p in trained_leaves(o))]
             parts = [Update(scaler=0, optimizer=id(o), skipped=True) for o in owners]
-        self._update.left_out(self._objects.numbers.reached(_living(leaves)), parts)
+        self._update.drop(self._objects.numbers.reached(_living(leaves)), parts)
         return True
 
     def _note_dropped(self) -> None:
@@ -145,7 +145,7 @@ class LeftOutUpdates:
             leaf = find()
             gradient = None if leaf is None else leaf.grad
             self.drops |= gradient is None or (gradient.data_ptr(), gradient._version) != (address, version)
-        elif (optimizer := self._steady.optimizer()) is not None:  # after a pass that was not noted
+        elif (optimizer := self._steady_state.optimizer()) is not None:  # after a pass that was not noted
             self.drops |= any(p.grad is None for p in trained_leaves(optimizer))
         for place, leaves in tuple(self._overflowed.items()):
             living = _living(leaves)

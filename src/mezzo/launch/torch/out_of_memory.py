@@ -28,7 +28,7 @@ _MAX_MODULES = 5
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is that of a device or host without memory."""
+    """Return whether an error says that a device or the host has no memory left."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and is_of_full_host(str(error))
     )
@@ -142,7 +142,7 @@ _EIGHT_BIT = 0.75
 def memory_settings(
     bytes_by_kind: Mapping[str, int], *, lowers: bool, step_activations: int | None, peak_bytes: int | None = None
 ) -> list[Note]:
-    """Return the settings to write, the one that saves most first.
+    """Return the settings to write, the greatest saving first.
 
     Args:
         bytes_by_kind: bytes in memory when it ran out, by kind.
@@ -154,9 +154,7 @@ def memory_settings(
     state = bytes_by_kind.get(OPTIMIZER, 0)
     savings: list[tuple[int, str, str]] = []
     if activations:
-        why = (
-            "half of the saved activations wait for the backward pass at a time; the update is that of the whole batch"
-        )
+        why = "half of the saved activations wait for the backward pass at a time; the update equals the whole batch's"
         savings.append((activations // 2, 'half the batch: Session(micro_batch="auto"), or accumulate=2', why))
         why = "at most this much: a checkpointed block keeps its input and computes the rest again"
         savings.append((activations, "mezzo.checkpoint(model, sample, budget=...)", why))

@@ -313,7 +313,7 @@ NoteLeftAlone = Callable[[str, str, str], None]
 
 
 def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLeftAlone) -> None:
-    """Set the switches as ``policy`` (one that lowers nothing) requires, until ``patches`` are undone.
+    """Set the switches as ``policy``, which lowers nothing, requires, until ``patches`` are undone.
 
     Args:
         policy: ``fp32`` or ``tf32``.
@@ -374,7 +374,7 @@ _SETTERS: dict[str, Callable[..., tuple[str, bool | None]]] = {
 
 # Three changes see every call of torch that the script makes, through a mode for functions. One gives the operations of one line their
 # 16-bit operands in FP32; a tensor that the operation changes in place stays as it is, since a copy would take the result. One puts another
-# format in the place of each 16-bit one that a call names; formats that reach torch in other ways (NumPy arrays, files, kernels of other
+# format in place of each 16-bit format that a call names; formats that reach torch in other ways (NumPy arrays, files, kernels of other
 # libraries) stay as they are. One puts another number in the place of a static loss scale.
 
 
@@ -401,7 +401,7 @@ def make_changes(changes: TrialChanges, tree: ModuleTree, patches: Patches) -> N
 
 
 class LineInFP32(TorchFunctionMode):
-    """The operations of one line of the script in FP32, but not those of modules that it calls."""
+    """One line of the script in FP32, except for operations of modules that it calls."""
 
     def __init__(self, line: str) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class LineInFP32(TorchFunctionMode):
 
 
 class OwnFormat(TorchFunctionMode):
-    """One format in the place of every 16-bit one that a call names."""
+    """One format in place of every 16-bit format that a call names."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -161,16 +161,16 @@ class ThreadState(threading.local):
 
 # A capture executes nothing, and no hook records its backward pass or update: a hook may read numbers from the device or keep them there,
 # which breaks a capture. A replay runs neither Python nor hooks, so its steps cannot be recorded, only counted: every replay of a graph
-# that captured a backward pass or an update counts. Graphs of torch.compile capture neither, and those of
+# that captured a backward pass or an update counts. Graphs of torch.compile capture neither, and graphs of
 # ``torch.cuda.make_graphed_callables`` run inside the script's own passes, which are recorded.
 
 
 class ScriptGraphs:
     """The CUDA graphs of a run that train."""
 
-    def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady: Callable[[], None]) -> None:
-        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
-        self._precision, self._phase, self._end_steady = precision, phase, end_steady
+    def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady_state: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
+        self._precision, self._phase, self._end_steady = precision, phase, end_steady_state
         self._training: WeakSet[Any] = WeakSet()
         self._capturing: Any = None
         """The graph that is being captured."""
@@ -227,7 +227,7 @@ class ScriptGraphs:
         """Return what the record lacks."""
         if not self.replays:
             return []
-        why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
+        why = "steps that a graph of the script replays are not recorded: losses, times and verdicts cover the other steps"
         return [Note(what="CUDA graph", value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:

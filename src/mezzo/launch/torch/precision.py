@@ -46,7 +46,7 @@ class ScriptPrecision:
         self._notes = notes
         self.requested = policy
         self.present = policy
-        """The policy, or the one that the run has fallen back to."""
+        """The policy, or the policy that the run has fallen back to."""
         self.effective = None if policy is None else for_scripts(policy)
         """The present policy as it is applied to a script."""
         self.at_start: tuple[Policy | None, bool] | None = None

@@ -18,11 +18,11 @@ from mezzo.launch.any_script import ScriptSchedules
 from mezzo.launch.request import GuardRequest
 from mezzo.launch.torch.notes import Listeners, RunNotes
 from mezzo.launch.torch.open_update import OpenUpdate
-from mezzo.launch.torch.other_updates import LeftOutUpdates, UpdatesByHand
+from mezzo.launch.torch.other_updates import DroppedUpdates, UpdatesByHand
 from mezzo.launch.torch.phase import Phase, Root, ScriptGraphs
 from mezzo.launch.torch.precision import ScriptPrecision
 from mezzo.launch.torch.script_objects import ScriptObjects
-from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
+from mezzo.launch.torch.steady_state import EVERY_NORM, SteadyState
 from mezzo.launch.torch.update_losses import UpdateLosses
 from mezzo.launch.training import StepLimit
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
@@ -47,12 +47,14 @@ class TorchRun:
         self.precision, self.update, self.listeners = ScriptPrecision(policy, self.notes), OpenUpdate(), Listeners()
         self.lint = Lint(self)
         """The check for misuse of the script's own mixed precision."""
-        self.losses = UpdateLosses(self.update, self.objects, end_steady=lambda: self.steady.end())
-        self.steady = Steady(
+        self.losses = UpdateLosses(self.update, self.objects, end_steady_state=lambda: self.steady_state.end())
+        self.steady_state = SteadyState(
             self.precision, self.update, self.objects, self.phase, self.listeners, self.lint, self.losses
         )
-        self.graphs = ScriptGraphs(self.precision, self.phase, end_steady=self.steady.end)
-        self.left_out = LeftOutUpdates(self.precision, self.update, self.objects, self.listeners, self.steady)
+        self.graphs = ScriptGraphs(self.precision, self.phase, end_steady_state=self.steady_state.end)
+        self.dropped_updates = DroppedUpdates(
+            self.precision, self.update, self.objects, self.listeners, self.steady_state
+        )
         self.by_hand = UpdatesByHand(self.update, self.objects, self.notes, self.listeners)
         self.limit: StepLimit | None = None  # where to stop the script; None lets it run to its end
         self.guard: ScriptGuard | None = None
@@ -71,7 +73,7 @@ class TorchRun:
         """Watch the recorded numbers for alarms from now on; call ``on_stop`` before the script is stopped."""
         from mezzo.launch.torch.guarding import ScriptGuard
 
-        self.guard = ScriptGuard(self.precision, self.update, self.steady, request, on_stop=on_stop)
+        self.guard = ScriptGuard(self.precision, self.update, self.steady_state, request, on_stop=on_stop)
         return self.guard
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class TorchRun:
 
     def change_policy(self, policy: Policy, why: str) -> None:
         """Run the rest of the training under ``policy``: the next call of a model begins its region under it."""
-        self.steady.end()
+        self.steady_state.end()
         device = self.update.recorder.clock.device or torch.device(self.precision.device_type or "cpu")
         value = f"{policy!s} after step {self.update.recorder.num_closed}"
         self.precision.change_to(policy, value, why, device=device, roots=self.objects.roots)
@@ -144,7 +146,7 @@ class TorchRun:
             norm: the norm; None if it was not computed.
             finite: whether the gradients are finite, if that is known.
         """
-        # The norm of a step is that of all its updates: none where an earlier one was checked without it.
+        # The norm of a step covers all its updates: none where an earlier one was checked without it.
         partial = (
             self.precision.scale.skips_overflows
             and self.update.overflowed is not None
@@ -175,7 +177,7 @@ class TorchRun:
         """Record the time of a finished update; ``optimizer`` is None if no optimizer object made it."""
         self.update.recorder.updated()
         if optimizer is not None:
-            self.steady.update_made(optimizer)
+            self.steady_state.update_made(optimizer)
             if (number := self.objects.numbers.number(optimizer)) is not None:
                 self.update.made_by.add(number)
         for listener in tuple(self.listeners.all):
@@ -190,9 +192,9 @@ class TorchRun:
 
     def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that the script is about to build; the passes before the first one may have been no training."""
-        self.steady.end()
+        self.steady_state.end()
         if self.by_hand.were_trials():
-            self.left_out.forget()
+            self.dropped_updates.forget()
             self.start_over()
             self.precision.restart_scale(self.update.recorder.clock.device)
             self.listeners.restart()
@@ -222,7 +224,7 @@ class TorchRun:
     def record_scaler(self, scaler: Any) -> None:
         """Record that the script's own GradScaler is about to scale a loss."""
         if self.update.scaler_met(scaler):
-            self.steady.end()
+            self.steady_state.end()
             if self.listeners.observer is not None:
                 self.listeners.observer.scaler_met(scaler)
 
@@ -231,7 +233,7 @@ class TorchRun:
         update, loss_scale = self.update, self.precision.scale
         if not update.stepped or update.in_closure:
             return
-        if self.steady.close():
+        if self.steady_state.close():
             update.closed_in_fast_mode()
             self.check_limit()
             return
@@ -242,20 +244,20 @@ class TorchRun:
             if update.overflowed is not None:
                 loss_scale.updated(skipped=update.overflowed)
             scale = loss_scale.value()
-            self.left_out.closed(skipped=update.overflowed, scale=scale)
+            self.dropped_updates.closed(skipped=update.overflowed, scale=scale)
         self.losses.close()
-        update.recorder.close(skipped=update.skipped, scale=scale, made_by=self.steady.made_by | update.made_by)
+        update.recorder.close(skipped=update.skipped, scale=scale, made_by=self.steady_state.made_by | update.made_by)
         update.closed()
         self.by_hand.step_closed()
         update.begin()
-        self.steady.begin()
+        self.steady_state.begin()
         self.check_limit()
         if floor_error is not None and not (self.guard is not None and self.guard.continues_at_floor):
             raise floor_error
 
     def repeated_after_leaving_out(self) -> None:
         """Close the update of an earlier pass as skipped if the script left it out because of an overflow, and repeats it now."""
-        if self.left_out.pass_begins():
+        if self.dropped_updates.pass_begins():
             self.close_update()
 
     def check_limit(self) -> None:

@@ -42,7 +42,7 @@ def _nothing() -> None:
     """Return None, as a weak reference to an object that is gone does."""
 
 
-class Steady:
+class SteadyState:
     """The steady state of a run, and the recording of its steps during it."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Steady:
         self.made_by: frozenset[int] = frozenset()
         """The number of ``optimizer``, whose updates are not recorded one by one."""
         self.batched = BatchedUnscaling(precision)
-        self.scaler_calls = SteadyScaler(self, precision, update, lint)
+        self.scaler_calls = ScalerCalls(self, precision, update, lint)
         """The calls of the script's own GradScaler."""
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = _nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
@@ -119,11 +119,11 @@ class Steady:
 # A fused optimizer skips its update on the device: its flag is not read, but kept alongside the loss.
 
 
-class SteadyScaler:
+class ScalerCalls:
     """The GradScaler of a steady run, and the loss that it scaled last."""
 
-    def __init__(self, steady: Steady, precision: ScriptPrecision, update: OpenUpdate, lint: Lint) -> None:
-        self._steady, self._precision, self._open, self._lint = steady, precision, update, lint
+    def __init__(self, steady_state: SteadyState, precision: ScriptPrecision, update: OpenUpdate, lint: Lint) -> None:
+        self._steady_state, self._precision, self._open, self._lint = steady_state, precision, update, lint
         self._torch_methods: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in METHODS}
         """The methods without our hooks, which are set later."""
         self.scaler: Any = None
@@ -190,7 +190,7 @@ class SteadyScaler:
             if self.scaler is scaler:
                 if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                     return torch_method(scaler, optimizer)
-                self._steady.end()
+                self._steady_state.end()
             return original(scaler, optimizer)
 
         return unscale_
@@ -204,7 +204,7 @@ class SteadyScaler:
                 if (
                     self.scaler is scaler
                     and not open_update.stepped
-                    and optimizer is self._steady.optimizer()
+                    and optimizer is self._steady_state.optimizer()
                     and not kwargs
                     and (not args or args == (None,))
                     and scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED
@@ -216,11 +216,11 @@ class SteadyScaler:
                         if self._skips_on_device:
                             open_update.skipped = self._state.flag = found_on_device(scaler, optimizer)
                     else:
-                        self._steady.end()
+                        self._steady_state.end()
                         self._lint.scaler_skipped(optimizer)
                         open_update.scaler_stepped(True)
                     return result
-                self._steady.end()
+                self._steady_state.end()
             return original(scaler, optimizer, *args, **kwargs)
 
         return step
@@ -234,7 +234,7 @@ class SteadyScaler:
                 if new_scale is None and scaler._per_optimizer_states:
                     open_update.scaled_by_script = False
                     return torch_method(scaler)
-                self._steady.end()
+                self._steady_state.end()
             return original(scaler, new_scale)
 
         return update

@@ -51,7 +51,7 @@ _WHY: dict[How, str] = {
     "all": "the gradients of all are in the update",
     "elsewhere": "the script changes its weights between them, as SAM does: losses at the changed weights are left out",
     "unused": "left out are those whose gradients the script clears before the update, or that reach no weight that it trains",
-    "inner": "left out are those of torch.autograd.grad, since the script computes with their gradients, as in MAML's inner loop",
+    "inner": "losses of torch.autograd.grad are left out, since the script computes with their gradients, as in MAML's inner loop",
     "continued": "left out are those that start from gradients of another, as in gradient caching",
 }
 _UNDIVIDED = "one line runs them, each from a mean over a batch, and nothing divides it by their number: the script's loss is their mean"
@@ -63,17 +63,17 @@ class _Pass:
     """A number that identifies the chain of the script's calls that led to it."""
     loss: TracedLoss
     positions: range
-    """Of its losses among those of the open update."""
+    """Of its losses among the open update's."""
     elsewhere: bool
     """Whether the weights have changed since the update's first pass."""
     continues: bool
-    """Whether it starts from given gradients, or from a product with those of an earlier pass, and not from a loss."""
+    """Whether it starts from given gradients, or from a product with an earlier pass's gradients, and not from a loss."""
     averages: bool
     """Whether it may be one of several to be averaged: of one root, with no gradient given and no graph kept."""
     touched: frozenset[int] | None = None
     """The trained parameters whose gradients it changed, by identity; None if that is not known."""
     returned: list[Callable[[], Tensor | None]] | None = None
-    """The gradients that it returned instead of adding them to those of the parameters; None if it added them."""
+    """The gradients that it returned instead of adding them to the parameters'; None if it added them."""
     cleared: bool = False
     """Whether the script has cleared these gradients since."""
 
@@ -81,9 +81,9 @@ class _Pass:
 class UpdateLosses:
     """The backward passes before the next update of a script."""
 
-    def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady: Callable[[], None]) -> None:
-        """Begin before the first pass; ``end_steady`` lets everything be recorded in full again."""
-        self._update, self._objects, self._end_steady = update, objects, end_steady
+    def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady_state: Callable[[], None]) -> None:
+        """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
+        self._update, self._objects, self._end_steady = update, objects, end_steady_state
         self._passes: list[_Pass] = []
         self._tracks = False
         self._last_several = -_TRACKED_UPDATES
@@ -102,7 +102,7 @@ class UpdateLosses:
         self._fed: set[int] = set()
         """The places of passes that returned the gradients of an update."""
         self._seen: Counter[tuple[int, int, How, int]] = Counter()
-        """Number of updates by their passes, those of them that count, why, and how many of these one mean is taken of."""
+        """Number of updates by their passes, which passes count, why, and how many of these one mean covers."""
 
     @property
     def may_be_several(self) -> bool:
@@ -115,7 +115,7 @@ class UpdateLosses:
         self._passes = [one for one in self._passes if one.positions.start < keep]
 
     def pass_begins(self, roots: Sequence[Tensor], given: Any, positions: range, *, keeps_graph: bool) -> None:
-        """Record that a pass begins whose losses are at ``positions`` among those of the open update."""
+        """Record that a pass begins whose losses are at ``positions`` among the open update's."""
         first = positions.start == 0
         if first:
             self._passes, self._inputs = [], []
@@ -147,13 +147,13 @@ class UpdateLosses:
         self._inputs += [ref(leaf) for leaf in leaves_of(roots, max_nodes=_MAX_NODES) if id(leaf) not in trained]
 
     def pass_ended(self) -> None:
-        """Record that the pass has added its gradients to those of the parameters."""
+        """Record that the pass has added its gradients to the parameters'."""
         if self._tracks and self._passes:
             self._after = after = _marks(self._trained())
             self._passes[-1].touched = frozenset(key for key, mark in after.items() if self._before.get(key) != mark)
 
     def are_of_update(self) -> bool:
-        """Return whether gradients that the script asks for now were those of an update when it asked here before."""
+        """Return whether gradients that the script asks for now belonged to an update when it asked here before."""
         return bool(self._fed) and own_place(sys._getframe(1)) in self._fed
 
     def returned(self, gradients: Sequence[Tensor]) -> None:
@@ -301,7 +301,7 @@ def _number_to_average(passes: list[_Pass]) -> int:
 
 
 def _marks(parameters: dict[int, Tensor]) -> dict[int, int]:
-    """Return a number for each gradient, which changes when the gradient does; 0 for one that is None."""
+    """Return a number for each gradient, which changes when the gradient does; 0 for None."""
     return {key: 0 if (g := p.grad) is None else (id(g) << _VERSION_BITS) + g._version for key, p in parameters.items()}
 
 
@@ -387,7 +387,7 @@ def _twin(function: types.FunctionType, never: Function = _never) -> Function:
 
 
 def _python_functions() -> dict[Function, Function]:
-    # Not those of torch.functional: torch.compile traces none of their twins.
+    # Not torch.functional's: torch.compile traces none of their twins.
     scopes = [vars(torch.nn.functional), vars(Tensor)]
     functions: list[Any] = [f for scope in scopes for f in scope.values() if isinstance(f, types.FunctionType)]
     backward: Any = torch.autograd.backward

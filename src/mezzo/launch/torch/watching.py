@@ -149,7 +149,7 @@ class Watch:
 
     def _sample_gpu(self) -> None:
         if self._gpu is None:
-            device = self._run.update.recorder.clock.device  # the current device is that of this thread
+            device = self._run.update.recorder.clock.device  # the current device is this thread's
             index = 0 if device is None or device.index is None else device.index
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
             self._gpu = open_counters(None if uuid is None else str(uuid), index)

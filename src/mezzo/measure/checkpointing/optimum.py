@@ -232,7 +232,7 @@ class Paths:
         target: dict[PlanState, list[Label]],
     ) -> None:
         chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
-        # No checkpoint within a checkpoint: neither a call inside this one, nor one that begins here and encloses it.
+        # No checkpoint within a checkpoint: neither a call inside this one, nor a call that begins here and encloses it.
         around = {c.call.module for c in self._starting_at[candidate.call.begin]} & self._called_again - {name}
         without = [(other, None) for other in {*self._inside[id(candidate.call)], *around}]
         for other, wanted in [*without, *([(name, keeps)] if name in self._called_again else [])]:

@@ -109,7 +109,7 @@ def checkpoint(
         budget: bytes (``12 * 2**30`` or ``"12GiB"``) for the tensors that wait for the backward pass. Weights, gradients, optimizer
             state and the operations' own working memory come on top.
         plan: instead of a budget: ``full`` checkpoints every block, ``every-3`` every third one, ``selective`` keeps the outputs of
-            products in each, ``none`` removes an earlier plan. Blocks are the modules of one class, the one that gives the lowest peak.
+            products in each, ``none`` removes an earlier plan. Blocks are the modules of the class that gives the lowest peak.
         policy: the precision of the training, which decides how many bytes are saved.
 
     Raises:

@@ -298,7 +298,7 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
 
 
 def check_policies(names: Sequence[str]) -> list[str]:
-    """Return the presets that ``names`` are, each one that can be predicted.
+    """Return the presets of ``names``, if all of them can be predicted.
 
     Raises:
         UsageError: one cannot.

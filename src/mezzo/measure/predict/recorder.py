@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         return self._modules.get(node._sequence_nr(), "")
 
     def _allocated(self, tensor: Tensor) -> int | None:
-        """Return the number of the tensor's block, allocated now if it is new; None for one that takes no memory."""
+        """Return the number of the tensor's block, allocated now if it is new; None if it takes no memory."""
         storage = unwrapped(tensor).untyped_storage()
         key = storage._cdata
         if key in self._numbers:

@@ -29,7 +29,7 @@ _SHARDED: frozenset[MemoryKind] = frozenset({"parameters", "gradients", "optimiz
 LINK_SHARE = 0.8
 """Share of a link's speed that is reached; assumed."""
 _GATHERED = 2
-"""Layers whose parameters are complete at the same time: the one that runs and the next."""
+"""Layers whose parameters are complete at the same time: the running one and the next."""
 
 
 class Link(NamedTuple):

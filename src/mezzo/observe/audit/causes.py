@@ -17,7 +17,7 @@ The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"):
 stores must begin at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
 cuBLAS 11, other sizes also run on Tensor Cores, but with narrower loads. A matrix of one row or column is read in one piece.
 
-For convolutions, the rule applies to the channels. cuDNN pads them itself and computes on the padding. Up to 4 channels are those of an
+For convolutions, the rule applies to the channels. cuDNN pads them itself and computes on the padding. Up to 4 channels mean an
 image, which no script can choose, and cuDNN has kernels for them. The kernels need the channels-last layout. If the input or the weight has
 it, torch copies the other into it; if neither has it, cuDNN transposes before and after.
 
@@ -186,7 +186,7 @@ OperandLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def shape_of(operation: TracedOperation) -> ProductShape | None:
-    """Return the shape of a product and its problems; None for one that is more than one product (recurrent layers)."""
+    """Return the shape of a product and its problems; None for several products at once (recurrent layers)."""
     if operation.op in ("mm", "bmm", "addmm", "baddbmm"):
         return _matmul(operation)
     if operation.op in ("convolution", "convolution_backward"):

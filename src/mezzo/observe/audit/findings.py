@@ -110,8 +110,8 @@ def _finding(rule: FindingRule, part: StepPart, audited: AuditedSteps) -> Findin
 def _gain(part: StepPart, share: float) -> str:
     if part.flops:
         return (
-            f"{share:.1%} of the step's product FLOPs would run in 16 bits: on Tensor Cores up to 2 times as fast as in "
-            "TF32 and 16 times as fast as in FP32 (NVIDIA A100: 312, 156 and 19.5 TFLOPS), with half the bytes"
+            f"{share:.1%} of the step's product FLOPs would run in 16 bits, with half the bytes. On Tensor Cores that is up "
+            "to 2 times as fast as TF32 and 16 times as fast as FP32 (NVIDIA A100: 312, 156 and 19.5 TFLOPS)"
         )
     return f"{part.bytes / 1e6:.3g} MB per audited step that need not move: {share:.1%} of all bytes"
 
@@ -347,8 +347,8 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A108",
         "the script's autocast is switched off",
-        "find what sets enabled=False there, such as a flag of the config or an argument, and turn it on; or leave the script as it is "
-        "and run it under a policy: mezzo run --policy bf16 (or fp16)",
+        "find what sets enabled=False there (a flag of the config, an argument), and turn it on; or run the unchanged script under a "
+        "policy: mezzo run --policy bf16 (or fp16)",
         _wide("switched off"),
     ),
     FindingRule(

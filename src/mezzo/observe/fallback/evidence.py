@@ -116,7 +116,7 @@ class Measurements:
 
     @property
     def enough(self) -> bool:
-        """Whether a check needs no further steps: one that overflowed is not conclusive, and is repeated with a smaller scale."""
+        """Whether a check needs no further steps: after an overflow it is repeated with a smaller scale."""
         one_suffices = self._settings.role == "check" and not self._settings.all_steps
         return one_suffices and math.isfinite(self.steps[-1].worst[0])
 

@@ -279,7 +279,7 @@ class LossyProducts(TorchDispatchMode):
         self._thread = threading.get_ident()
 
     def end(self) -> None:
-        """Leave the mode; one that was entered in another thread only passes operations on from now on."""
+        """Leave the mode; in another thread it only passes operations on from now on."""
         self._over = True
         if self._thread == threading.get_ident():
             self.__exit__(None, None, None)
@@ -409,7 +409,7 @@ def differentiable(values: Any) -> list[Tensor]:
 
 
 class ModuleRun(NamedTuple):
-    """The outputs of one run of a module, the gradients of its inputs, and those of its weights."""
+    """The outputs of one run of a module, and the gradients of its inputs and weights."""
 
     output: list[Tensor]
     dgrad: list[Tensor]

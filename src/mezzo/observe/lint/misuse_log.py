@@ -143,7 +143,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A606",
         "GradScaler.update between scale() and step()",
         "warning",
-        "the gradients are divided by a scale other than the one that multiplied them",
+        "the gradients are multiplied by one scale and divided by another",
         "call update() once, after the steps of all optimizers whose losses were scaled",
     ),
     Misuse(
@@ -157,7 +157,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A608",
         "the loss is not divided under accumulation",
         "info",
-        "if these are micro-batches of one batch, the gradients are k times those of the batch",
+        "if these are micro-batches of one batch, the gradients are k times too large",
         "divide the loss by k before backward(), or the learning rate by k if the optimizer is not invariant to scale",
     ),
     Misuse(

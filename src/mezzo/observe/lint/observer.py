@@ -323,7 +323,7 @@ class Lint:
             self._without_gradients(optimizer, state, raises=raises)
 
     def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
-        """Distinguish a loop that always clears gradients before the step from one that drops a bad batch."""
+        """Distinguish a loop that always clears gradients before the step from a loop that drops a bad batch."""
         state.step_empty(self._step, running_line())
         if raises or (state.num_empty >= 2 and 2 * state.num_empty > state.num_steps):
             step, line = state.first_empty
@@ -495,7 +495,7 @@ class OwnCode:
                 self.read(trained_leaves(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Record that scaled gradients of ``optimizers`` are clipped: those of the parameters ``of``, or all if it is empty."""
+        """Record that scaled gradients of ``optimizers`` are clipped: of the parameters ``of``, or of all if it is empty."""
         for optimizer in optimizers:
             self._gradients.of(optimizer).clip()
         parameters = of or [p for o in optimizers for p in trained_leaves(o)]

@@ -1,6 +1,6 @@
 """Check the operations of the counted step, or of audited ones, for numbers that a 16-bit format cannot tell apart.
 
-A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked, and of
+A dispatch mode sees every operation of such a step. In the forward pass it checks those that the script or a library calls, and of
 those that functions of torch call, bounds and small terms: the default eps of ``F.normalize`` is 0 in FP16. Most checks need formats and
 Python numbers only. Where values decide, the device computes a few numbers, which are read at the end of the run.
 """
@@ -379,8 +379,8 @@ def _total(values: list[float], form: Format) -> str:
         return ""
     count = round(4 / form.eps)
     return (
-        f"numbers up to {largest:.3g} are added to a {form.name.upper()} tensor that was kept from earlier steps: "
-        f"once it is {count} times as large as one of them, adding that changes nothing"
+        f"numbers up to {largest:.3g} are added to a {form.name.upper()} tensor kept from earlier steps: "
+        f"once it is {count} times as large as one of them, adding it changes nothing"
     )
 
 

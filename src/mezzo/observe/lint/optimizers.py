@@ -229,7 +229,7 @@ class Averages:
 
 
 class Statistics:
-    """Running statistics in 16 bits: those of torch's norms, and buffers that have such names and change in training."""
+    """Running statistics in 16 bits: buffers of torch's norms, and others that have such names and change in training."""
 
     def __init__(self, log: MisuseLog) -> None:
         self._log = log

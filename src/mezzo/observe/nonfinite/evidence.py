@@ -286,7 +286,7 @@ class GradientErrors:
         return not (self.above or self.below)
 
     def faded(self, largest_before: float) -> bool:
-        """Return whether the gradients are negligible compared with those of earlier steps: the training has converged."""
+        """Return whether the gradients are negligible compared with earlier steps': the training has converged."""
         return self.norm < FADED * largest_before
 
     def as_record(self, names: ModelNames, *, below: bool) -> WrongGradients:

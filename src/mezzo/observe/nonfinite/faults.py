@@ -82,7 +82,7 @@ class TrainingFacts(Protocol):
         """Return the current loss scale."""
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
+        """Return the largest gradient norm before the step that just closed, at the current loss scale."""
 
 
 class Faults:
@@ -360,7 +360,7 @@ class Skips:
         return any(history.settled for history in self._histories.values())
 
     def steps(self) -> list[int]:
-        """Return the steps whose skips are faults if the run ends now, including those of optimizers that never made an update."""
+        """Return the steps whose skips are faults if the run ends now, including optimizers that never made an update."""
         histories = self._histories.values()
         endless = [h.searching for h in histories if not h.settled] + [
             h.open_row for h in histories if len(h.open_row) > 1

@@ -1,7 +1,7 @@
 """Locate a running operation: its name, its module, the script's line, and whether it is in a backward pass.
 
 Its name is the one in torch's documentation: ``softmax``, not ``_softmax``; ``conv2d``, not ``convolution``. Operations in a dispatch mode
-have the dispatcher's names, and graph nodes those of their classes. Most of these differ from a public name only by a prefix or a suffix; a
+have the dispatcher's names, and graph nodes their classes' names. Most of these differ from a public name only by a prefix or a suffix; a
 table has the rest.
 """
 

@@ -287,7 +287,7 @@ class NonFinite(Observer):
         return Names([*self.run.objects.roots, *traced], self.run.objects.tree)
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
+        """Return the largest gradient norm before the step that just closed, at the current loss scale."""
         norms = self.run.update.recorder.steps().grad_norm[:-1]
         scale = self.run.update.gradient_scale
         return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)

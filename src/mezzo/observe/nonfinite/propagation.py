@@ -514,7 +514,7 @@ class InfinityTracer(PlacingTracer):
         largest_in_fp32: float | None,
         finite: Sequence[RangeEnd],
     ) -> tuple[FaultSource, ...]:
-        """Return the sources of values that are not finite: those of the operands, or a new one here."""
+        """Return the sources of values that are not finite: the operands' sources, or a new one here."""
         tensors = self._read_by(operation)
         if bad_operands:
             return self._inherited(index, bad_operands, tensors, result)

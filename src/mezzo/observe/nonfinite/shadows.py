@@ -1,4 +1,4 @@
-"""Keep the values that tensors would have if their formats had no largest number, or those of 16 bits no smallest one.
+"""Keep the values that tensors would have if their formats had no largest number, and 16-bit formats no smallest one.
 
 A value that leaves a format's range becomes infinite or zero. Whether that matters shows later: softmax returns the same for -inf and for
 -1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept as shadows. Every
@@ -47,7 +47,7 @@ class RangeEnd(enum.Enum):
     BELOW = "below"
 
     def loses(self, dtype: torch.dtype) -> bool:
-        """Return whether values of a format are tracked at this end; at the lower end only those of FP16, whose range is that narrow."""
+        """Return whether values of a format are tracked at this end; at the lower end only FP16, whose range is narrow enough."""
         return dtype in _LOSE_ABOVE if self is RangeEnd.ABOVE else dtype is _LOSES_BELOW
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def measure_gradients(
 
 
 def wrong_losses(losses: Iterable[Tensor], above: Shadows[FaultSource]) -> list[WrongGradient]:
-    """Return those of ``losses`` that values beyond the upper end of the range made wrong; waits for the device if there are any."""
+    """Return the ``losses`` that values beyond the upper end of the range made wrong; waits for the device if there are any."""
     found: list[WrongGradient] = []
     for loss in losses:
         truth = above.read(loss) if above and loss.numel() == 1 and is_finite(loss) else None

@@ -182,7 +182,7 @@ class OffRegions:
         self._note_change()
 
     def module_called(self, module: nn.Module) -> None:
-        """Open the policy's region if a module is called in one that the script opened outside any module."""
+        """Open the policy's region if the script opened its own outside any module and calls a module in it."""
         if self._open and self._open[-1][0] and self._ends_at_module[-1]:
             self._open.append((False, module))
             self._ends_at_module.append(False)

@@ -89,7 +89,7 @@ class _Scales:
     """The values at the ends of the frame."""
     y: tuple[float, float]
     is_log: bool
-    """Whether places on the vertical axis are those of logarithms."""
+    """Whether the vertical axis is logarithmic."""
     across_by: tuple[float, float] = (1.0, 0.0)
     """The factor and the offset from values to pixels."""
     down_by: tuple[float, float] = (1.0, 0.0)

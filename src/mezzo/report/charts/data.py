@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """A range below the horizontal axis, such as that of a number format; its first part is pale."""
+    """A range below the horizontal axis, such as a number format's; its first part is pale."""
 
     name: str
     style: Style

@@ -107,7 +107,7 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
         title=title,
         description=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs: {', '.join(top)}.",
         note=_shown_note(len(totals))
-        + "Each row includes the modules inside it; bytes are those of all operands and results.",
+        + "Each row includes the modules inside it; bytes count all operands and results.",
         heads=("FLOPs", "bytes", "casts"),
         roots=nodes_of(totals, node, weight),
         legend=_format_legend(record),
@@ -125,7 +125,7 @@ def _shown_note(count: int) -> str:
 
 
 def paths_of(module: str) -> list[str]:
-    """Return the module's name and those of the modules around it, the outermost first."""
+    """Return the names of the module and of the modules around it, the outermost first."""
     parts = module.split(".")
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 

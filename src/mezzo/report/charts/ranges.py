@@ -31,8 +31,8 @@ def exponents_chart(record: RangesRecord) -> Drawn:
         name="exponents",
         title=title,
         description=f"Share of the non-zero values by power of two: {'; '.join(_kind_text(kind) for kind in kinds)}.",
-        note=f"A loss scale of 2^k shifts both kinds of gradients k places to the right.{shaded} Bars below: the range of each format; "
-        "in the pale part, numbers have fewer bits (they are subnormal).",
+        note=f"A loss scale of 2^k shifts both kinds of gradients k places to the right.{shaded} Bars below: the range of each format. "
+        "In the pale part, numbers have fewer bits (they are subnormal).",
         x=list(grid),
         last_x=high,
         x_axis=Axis(title="magnitude", kind="power", low=low, high=high),

@@ -323,7 +323,7 @@ def _note(loss: Curves, lines: Sequence[Line], *, clipped: bool) -> str:
         parts.append(f"Line: mean of the {of}{merged}. Band: their lowest and highest value.")
     if any(line.marks for line in lines):
         parts.append(
-            "A cross marks where a run's loss stops being finite; from there, the mean is that of the runs still finite."
+            "A cross marks where a run's loss stops being finite; from there, the mean covers only the runs that are still finite."
         )
     if clipped:
         parts.append("The axis is scaled to the policies that stay finite.")
@@ -438,7 +438,7 @@ def _differences(values: Sequence[float], baseline: Sequence[float], *, is_ratio
 
 def _difference_frame(lines: Sequence[Line], margin: float) -> tuple[float, float]:
     """Return a frame that contains the margin and nearly all values: the noise of single steps must not flatten the rest."""
-    finite = [line for line in lines if math.isfinite(line.y[-1])]  # one that diverged would flatten the others
+    finite = [line for line in lines if math.isfinite(line.y[-1])]  # a diverged run would flatten the others
     values = sorted(
         v for line in finite or lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)
     )
@@ -456,7 +456,7 @@ def _difference_description(
     ends = [
         f"{line.name} {show(line.y[-1])}" if math.isfinite(line.y[-1]) else f"{line.name} not finite" for line in lines
     ]
-    text = f"The difference of the {loss.title} from that of {fmt.clean(record.baseline_shown)}; at the end: {', '.join(ends)}."
+    text = f"The {loss.title} minus {fmt.clean(record.baseline_shown)}'s; at the end: {', '.join(ends)}."
     if margin is None:
         return text
     size = f"{fmt.number_text(100 * margin, digits=2)}%" if is_ratio else fmt.number_text(margin, digits=2)

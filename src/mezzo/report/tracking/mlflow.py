@@ -1,4 +1,4 @@
-"""MLflow: one run for each record, those of a comparison nested in it."""
+"""MLflow: one run for each record; a comparison's runs are nested in it."""
 
 from __future__ import annotations
 

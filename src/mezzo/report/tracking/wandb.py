@@ -1,4 +1,4 @@
-"""Weights & Biases: one run for each record, those of a comparison in one group."""
+"""Weights & Biases: one run for each record; a comparison's runs form one group."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Apex replaced some 200 functions of torch by wrappers. Here autocast stays on, and a function mode with Apex's lists casts
 while it is on: code that turns autocast off for a while, or on again for the recompute of activation checkpointing, has
-its usual effect. The mode is at the bottom of the stack of modes, like that of ``torch.set_default_device``, so a mode
+its usual effect. The mode is at the bottom of the stack of modes, as with ``torch.set_default_device``, so a mode
 that is entered and left around it removes itself and not this one.
 
 Both belong to the thread that started them; backward passes carry them into autograd's threads.
@@ -209,7 +209,7 @@ class PatchedFunctions(CastMode):
 
 
 def begin(mode: PatchedFunctions) -> None:
-    """Turn autocast on and put ``mode`` below this thread's modes, except that of a default device."""
+    """Turn autocast on and put ``mode`` below this thread's modes, but above a default device's."""
     torch.set_autocast_dtype(mode.device_type, mode.low)
     torch.set_autocast_enabled(mode.device_type, True)
     above = _pop_modes()

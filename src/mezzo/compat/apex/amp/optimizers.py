@@ -27,7 +27,7 @@ class HalfMasters(MasterWeights):
     """FP32 masters of parameters that are already in 16 bits."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy the masters from those of ``parameters`` that are in 16 bits and are trained."""
+        """Copy the masters from the ``parameters`` that are in 16 bits and are trained."""
         super().__init__([])
         halves = [p for p in parameters if p.requires_grad and p.dtype in HALF]
         self._master_of = {p: nn.Parameter(p.detach().float()) for p in halves}
@@ -58,7 +58,7 @@ class AmpOptimizer:
 
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
-        """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
+        """The parameters in 16 bits: the model's that have masters, or else the optimizer's own."""
         if self.keeps_masters:
             return [half for half, _ in self._masters.pairs()]
         return [p for p in trained_by([self.optimizer]) if p.dtype in HALF]

@@ -157,7 +157,7 @@ def _patch_torch_functions(properties: Properties, value: Any) -> bool:
 def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
     if properties.opt_level == "O1" and value is not None:
         warn_or_err(
-            f"keep_batchnorm_fp32={value} with opt_level='O1', whose weights stay in FP32, those of batch norm included. "
+            f"keep_batchnorm_fp32={value} with opt_level='O1', whose weights all stay in FP32, also batch norm's. "
             "Leave it None, or choose opt_level='O2' or 'O3'."
         )
     read = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value

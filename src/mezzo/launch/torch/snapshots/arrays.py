@@ -201,7 +201,7 @@ def _new_view(state: RowParts) -> Any:
 
 
 def _fill_array(value: Any, state: RowParts) -> None:
-    if "data" in state and "format" not in state:  # one that set-up made
+    if "data" in state and "format" not in state:  # set-up made it
         saved = _of_bytes(state, value.shape, value.dtype)
         if value.tobytes() != saved.tobytes():
             value[...] = saved

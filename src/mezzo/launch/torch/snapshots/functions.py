@@ -62,7 +62,7 @@ def partial(walk: Walk, value: Any) -> Described:
 
 
 def function(walk: Walk, value: Any) -> Described:
-    """Describe a function of the script, or one that a library has made."""
+    """Describe a function of the script, or made by a library."""
     code = value.__code__
     place = place_of(code)
     module = value.__globals__.get("__name__")

@@ -1,4 +1,4 @@
-"""The kinds of objects that can be saved, and those of Python: containers, objects of classes, files, locks, progress bars."""
+"""The kinds of objects that can be saved, and Python's own: containers, objects of classes, files, locks, progress bars."""
 
 from __future__ import annotations
 

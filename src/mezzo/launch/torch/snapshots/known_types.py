@@ -1,7 +1,7 @@
 """What is known of the types that a script's objects have: which have no state, which are made of attributes, and their bytes.
 
 A kind is how objects of some types are saved and restored. A saver returns the kind's name and the parts of an object: values, which the
-walk replaces by JSON and references. ``make`` creates an object from them, and ``fill`` gives them to one that exists.
+walk replaces by JSON and references. ``make`` creates an object from them, and ``fill`` gives them to an existing object.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def is_opaque(kind: type) -> bool:
 
 
 def is_hook(function: Any) -> bool:
-    """Return whether a function is one that Mezzo or torch hangs into a script's objects by itself."""
+    """Return whether Mezzo or torch itself hangs the function into a script's objects."""
     module = str(getattr(function, "__module__", ""))
     return module.startswith(("mezzo.", "torch.distributed.", "torch._dynamo."))
 
@@ -253,7 +253,7 @@ def _named(value: Any, kind: type) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Return a module; one that the loop imported is imported again, if it is installed."""
+    """Return a module; if the loop imported it, it is imported again, if installed."""
     try:
         return sys.modules.get(name) or importlib.import_module(name)
     except ImportError:

@@ -36,7 +36,7 @@ from mezzo.launch.torch.snapshots.walk import Restoration, RowParts, Walk, cells
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
 _MOST_WALKS, _MOST_WALKING_S = 20, 5.0
-"""How often one loop of set-up may be taken for that of the training, and how long all such walks may take without an optimizer."""
+"""How often one loop of set-up may be taken for the training loop, and how long all such walks may take without an optimizer."""
 _BEFORE = "call the training from the script itself, and prepare the data in a function or in a script of its own"
 
 LoopName = tuple[str, int]
@@ -342,7 +342,7 @@ class Loops:
         return self._variables[frame]
 
     def again(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield an empty item, and then those of a saved iterator; ``iter`` would let some iterators begin anew."""
+        """Yield an empty item, and then a saved iterator's items; ``iter`` would let some iterators begin anew."""
         yield self.EMPTY
         while True:
             try:

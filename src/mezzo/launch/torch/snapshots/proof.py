@@ -79,7 +79,7 @@ class Proof:
             self.written = written
 
     def follow(self) -> None:
-        """Start a twin if it is time for it, and judge one that has ended. Called after each update, in the thread of the training."""
+        """Start a twin if it is time for it, and judge a twin that has ended. Called after each update, in the thread of the training."""
         try:
             if self._process is not None:
                 if self._process.poll() is not None:

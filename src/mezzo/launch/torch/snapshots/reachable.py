@@ -1,6 +1,6 @@
 """Digests of what a script can reach, by name: two processes that are in the same state have the same ones.
 
-This walk proves snapshots, so it is not the one that takes them: it asks each object for its attributes, its elements, or what ``copy``
+This walk proves snapshots, so another takes them: it asks each object for its attributes, its elements, or what ``copy``
 would take, and never looks at what set-up had made. Of two names of one object, the second has the first as its digest.
 
 Limits: objects in sets, class attributes of other modules than the main one, memory maps and the objects of some libraries are not
@@ -258,7 +258,7 @@ def settings_now() -> dict[str, Any]:
 
 
 def changed_since(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from those of ``before``."""
+    """Return the settings that differ from ``before``."""
     return {name: value for name, value in settings_now().items() if value != before[name]}
 
 

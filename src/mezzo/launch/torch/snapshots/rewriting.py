@@ -465,7 +465,7 @@ def _in_header(loop: Loop, at: TextSpan) -> bool:
 
 
 def chain(tree: ast.Module, place: FunctionPlace, at: TextSpan) -> list[ast.stmt]:
-    """Return the statements of a function around a position, the outermost first; those of nested functions are not entered."""
+    """Return the statements of a function around a position, the outermost first; nested functions are not entered."""
     body, found = function_body(tree, place), list[ast.stmt]()
     while True:
         inside = next((statement for statement in body if span_of(statement).contains(at)), None)
@@ -491,7 +491,7 @@ def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def function_body(tree: ast.Module, place: FunctionPlace) -> list[ast.stmt]:
-    """Return the body of a function; that of the file for ``MODULE``.
+    """Return the body of a function; the file's for ``MODULE``.
 
     Raises:
         LookupError: there is no such function, as for a lambda or a comprehension.
@@ -506,5 +506,5 @@ def function_body(tree: ast.Module, place: FunctionPlace) -> list[ast.stmt]:
 
 
 def first_line(function: ast.FunctionDef) -> int:
-    """Return the line that the function's code begins with: that of its first decorator, if it has one."""
+    """Return the line that the function's code begins with: its first decorator's, if it has one."""
     return min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])

@@ -43,7 +43,7 @@ class OwnFiles:
         return not installed and _LIBRARY not in file.parents and not roots.isdisjoint(file.parents)
 
     def run_as_main(self, path: str, *, package: str | None = None) -> dict[str, Any]:
-        """Run a file as ``__main__`` and return its global variables; ``package`` is that of a module, as for ``python -m``."""
+        """Run a file as ``__main__`` and return its global variables; ``package`` is a module's, as for ``python -m``."""
 
         def code_of(module: ModuleType) -> CodeType:
             self.modules["__main__"] = module
@@ -109,7 +109,7 @@ class OwnFiles:
         return [one for one in self.frames(innermost) if self.has(one)]
 
     def frames(self, innermost: FrameType | None) -> list[FrameType]:
-        """Return the frames from the script's first one to ``innermost``, those of libraries included."""
+        """Return the frames from the script's first one to ``innermost``, including libraries' frames."""
         found = list[FrameType]()
         while innermost is not None:
             found.append(innermost)

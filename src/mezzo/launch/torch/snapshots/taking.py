@@ -49,7 +49,7 @@ _TRIED = (3, 11)
 
 
 class ScriptSnapshots:
-    """The snapshots of a run, and the one that it resumes."""
+    """The snapshots of a run, and the snapshot that it resumes."""
 
     def __init__(self, run: TorchRun, request: SnapshotRequest, script: ScriptFile) -> None:
         """Read the snapshot to resume, if one is requested, and lock the folder.
@@ -88,7 +88,7 @@ class ScriptSnapshots:
         proves = request.proves and self._resumed is None and request.ranks == 1
         self._proof = Proof(script, self._folder.path) if proves else None
         self._until_comparison: int | None = None
-        """Updates until this run's state is compared with that of its twin."""
+        """Updates until this run's state is compared with its twin's."""
         self._patches = Patches()
         self._sigterm_received = False
         self._process = os.getpid()
@@ -220,7 +220,7 @@ class ScriptSnapshots:
 
     def _returns(self) -> bool:
         """Return to the newest good snapshot, if an alarm asks for it, or have the guard end the script; or wait for a better moment."""
-        if self._run.left_out.waits:  # for an update: which pass overflowed is not saved
+        if self._run.dropped_updates.waits:  # for an update: which pass overflowed is not saved
             self._loops.want_soon()
             return True
         guard = self._run.guard
@@ -262,7 +262,7 @@ class ScriptSnapshots:
                 "policy": str(run.precision.present),
                 "device": None if run.precision.device_type is None else str(run.update.recorder.clock.device),
                 "scales": run.scale_states(),
-                "drops": run.left_out.drops,
+                "drops": run.dropped_updates.drops,
                 "schedules": _since_steps(run, objects),
                 "updates": updates,
                 "trained": trained,
@@ -307,7 +307,7 @@ class ScriptSnapshots:
             self._journal.drop_before(kept[-1].number)
 
     def _refused(self, error: SnapshotError) -> None:
-        """End a script that cannot be resumed; one that could before goes on, and its record says what it lacks."""
+        """End a script that cannot be resumed; if it could before, it goes on, and its record says what it lacks."""
         if self._sigterm_received:
             self._end(signal.SIGTERM, None)
         if self.taken.saved or self._saving is not None or self.taken.resumed_from is not None:
@@ -365,7 +365,7 @@ class ScriptSnapshots:
             print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
         for scale, state in zip((run.precision.scale, run.precision.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
-        run.left_out.resume(drops=contents["drops"])
+        run.dropped_updates.resume(drops=contents["drops"])
         if contents["schedules"]:
             for name, scheduler in self._loops.objects().items():
                 if name in contents["schedules"]:

@@ -132,7 +132,7 @@ def return_to_good(
     for name, kind, state in contents["trained"]:
         set_state(kind, objects[name], state)
     current = str(run.precision.present)
-    if contents.get("policy", current) == current:  # else the scales are those of a policy that the run has left
+    if contents.get("policy", current) == current:  # else the scales belong to a policy that the run has left
         for scale, state in zip((run.precision.scale, run.precision.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
     restored = [objects[name] for name, _, _ in contents["trained"]]

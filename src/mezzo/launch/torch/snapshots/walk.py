@@ -4,7 +4,7 @@ A row is ``[kind, base, parts]``. ``base`` is the number of an object that set-u
 attribute of the same object), and that is then changed in place: optimizers and closures hold it. It is -1 for a younger object, which is
 created from its parts. A reference is a list with the row's number. Rows come in the order of the frames that lead to them.
 
-What a type of unknown C code holds cannot be read. Such an object, and one that belongs to Mezzo, is left as set-up makes it if it
+What a type of unknown C code holds cannot be read. Such an object, or Mezzo's own, is left as set-up makes it if it
 is older than the loop, and refused by name if it is younger.
 """
 
@@ -249,7 +249,7 @@ class Walk:
             frame, name = self.frame_cells[id(value)]
             return "frame cell", {"frame": frame, "name": name}
         if not self.is_old and kind in (types.FunctionType, types.MethodType) and is_hook(value):
-            return self._left_out(value)
+            return self._described_as_left(value)
         return self.savers.saver_of(kind)(self, value)
 
     def unknown(self, value: Any) -> Described:
@@ -269,10 +269,10 @@ class Walk:
         if self.is_old:
             return "opaque", {}
         if type(value).__module__.split(".")[0] == "mezzo":
-            return self._left_out(value)
+            return self._described_as_left(value)
         raise self.refusal(value, why)
 
-    def _left_out(self, value: Any) -> Described:
+    def _described_as_left(self, value: Any) -> Described:
         """A hook that Mezzo or torch sets by itself: a resumed run keeps what is there under its name."""
         parent = self.links[self.now][0]
         if parent < 0 or self.rows[parent][0] not in _DICTS:
@@ -364,7 +364,7 @@ class Restoration:
             rows: the table that ``Walk`` wrote.
             tensors: its tensors.
             places: where the objects of set-up were in the first run, as ``Walk.places`` returned it.
-            here: the walk through those of this run.
+            here: the walk through this run's objects.
             kinds: by the names that rows have.
             move_generator: moves a new generator to its place.
         """
@@ -520,7 +520,7 @@ def _walked_samplers(files: OwnFiles, savers: Savers, loader: Any, base: Walk | 
 class SecretTexts:
     """The secrets that set-up has, and where each is found: a snapshot names the place, and a resumed run takes the secret from there.
 
-    They are those of the script's arguments and of the environment, and those that set-up keeps under the name of a secret, also as part
+    They come from the script's arguments and the environment, and from what set-up keeps under the name of a secret, also as part
     of a longer text (``f"Bearer {key}"``). Numbers, and secrets that only the loop makes, are saved as they are: the file is its owner's.
     """
 

@@ -54,7 +54,7 @@ def path_between(
 
     Args:
         files: the script's files.
-        stack: all frames, those of libraries included.
+        stack: all frames, including libraries' frames.
         then: the script's frames at the end of set-up, and ``positions`` where they were.
         positions: of each, its call or loop.
         end: the statement that set-up ended at, in the innermost of them.

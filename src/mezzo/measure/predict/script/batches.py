@@ -257,7 +257,7 @@ def before_first_module(call: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def own_amp_left_out() -> Iterator[None]:
+def without_own_amp() -> Iterator[None]:
     """Turn off each autocast, GradScaler and session that the block makes or enters."""
     with ExitStack() as stack:
         for kind, name, wrapped in (

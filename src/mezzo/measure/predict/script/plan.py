@@ -39,7 +39,7 @@ class ScriptPlan:
 
     tapes: dict[str, Tapes]
     refused: dict[str, str]
-    """The error of the script, by the policy under which it fails: one that was recorded, or BF16's partner of one."""
+    """The error of the script, by the policy under which it fails: a recorded policy, or its BF16 partner."""
     batch: int
     """Samples of one batch; 1 where they are not known."""
     unit: str
@@ -315,7 +315,7 @@ def _assumptions(
         sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
-            how += "; those of tensors that compare samples with each other, with its square"
+            how += "; tensors that compare samples with each other grow with its square"
         add("other batch sizes", "follow", how)
     else:
         add("other batch sizes", "do not follow", no_other)
@@ -360,7 +360,7 @@ def batch_sources(
     """Yield the places that may set a batch of ``size``, the likeliest first.
 
     Args:
-        script: its path; empty for one that is run as a module, which is then among ``modules``.
+        script: its path; empty if it is run as a module, which is then among ``modules``.
         arguments: its own arguments.
         size: the size.
         modules: the Python files that it imports.
@@ -470,14 +470,14 @@ def real_gpus(
         limit_s: time after which tracing ends; None for no limit.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
-    left_out = [
+    not_predicted = [
         Note(what=shown, value="not predicted", reason=_why_not(text))
         for shown, text in policies.items()
         if shown not in wanted
     ]
     nothing = RealGpus(
         gpus=[gpu.name for gpu in gpus],
-        not_predicted=left_out,
+        not_predicted=not_predicted,
         reason="no policy of this comparison can be predicted",
     )
     if not wanted:
@@ -505,7 +505,7 @@ def real_gpus(
         batch=plan.batch,
         unit=plan.unit,
         predictions=found,
-        not_predicted=left_out,
+        not_predicted=not_predicted,
         assumptions=[*plan.assumptions, *rates_used(found)],
     )
 

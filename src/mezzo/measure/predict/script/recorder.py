@@ -33,8 +33,8 @@ from mezzo.measure.predict.script.batches import (
     before_first_module,
     first_size,
     longest_sequences,
-    own_amp_left_out,
     saved_in_memory,
+    without_own_amp,
 )
 from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
 from mezzo.measure.predict.script.processes import first_process_alone
@@ -128,10 +128,10 @@ class ScriptRecorder:
                     patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
                     placeholder_numbers(self._note_line, some_are_real=request.numbers_first),
                     self.batches.watching(),
-                    own_amp_left_out(),
+                    without_own_amp(),
                     gpu_on_cpu(self._gpu_queries, gpu_present=request.gpu_present, moved=self._moved),
                     first_process_alone(launched=request.launched),
-                    compilation_left_out(self._note_compilation),
+                    without_compilation(self._note_compilation),
                     saved_in_memory(),
                     cuda_operators(),
                     largest_sizes(self._note_size),
@@ -231,7 +231,7 @@ class ScriptRecorder:
                 tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         self._on_gpu.pop(
             storage_key(tensor), None
-        )  # the key may belong to a storage that is gone; the order is that of this one
+        )  # the key may belong to a storage that is gone; take this one's order
         self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
 
@@ -391,18 +391,18 @@ def copies_without_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def compilation_left_out(on_skip: Callable[[str], None]) -> Iterator[None]:
+def without_compilation(on_skip: Callable[[str], None]) -> Iterator[None]:
     """Let the block compile and script nothing; ``on_skip`` gets the name of each function that was to do so."""
 
     def noted(name: str, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def left_out(*args: Any, **kwargs: Any) -> Any:
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
             if not called_by_script():  # torch scripts functions of its own when it is imported
                 return original(*args, **kwargs)
             on_skip(name)
             return answer(*args, **kwargs)
 
-        return left_out
+        return uncompiled
 
     with ExitStack() as stack:
         for home, name, called, answer in (
