@@ -1,6 +1,6 @@
 """Is Mezzo faster than a hand-written torch.amp loop, Accelerate and Lightning Fabric on one GPU?
 
-``python benchmarks/gpu.py --minutes 8`` from the root of the repository; needs torch, and uses timm, transformers,
+``python -m benchmarks contest --minutes 8`` from the root of the repository; needs torch, and uses timm, transformers,
 accelerate and lightning if they are installed. Every model is built from a configuration: nothing is downloaded.
 
 A *way* is a library, a policy and how steps run. All ways have the same initial weights, batches (created on the device, four of them used

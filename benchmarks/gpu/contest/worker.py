@@ -1,4 +1,4 @@
-"""The measuring process: ``benchmarks/gpu.py`` starts it, ends it within the budget, and restarts it if a GPU is lost."""
+"""The measuring process: ``python -m benchmarks contest`` starts it, ends it within the budget, and restarts it if a GPU is lost."""
 
 from __future__ import annotations
 
