@@ -140,11 +140,11 @@ static: $(TEST)
 
 # The benchmarks of some minutes that need no GPU. Times need a quiet machine.
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks bench
 
 # Every plain example under every policy on small data: a quarter of an hour, and the table of docs/examples.md.
 examples: $(READY)
-	$(BIN)/python -m benchmarks.examples
+	$(BIN)/python -m benchmarks examples
 
 # The site, in build/docs. A broken link or a page outside the tree of contents is an error.
 docs: $(READY)
@@ -152,7 +152,7 @@ docs: $(READY)
 
 # The README's recorded session, its picture and its table of figures. Times in the table are those of the last make bench.
 readme: $(READY)
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks readme
 
 # What make has made, and no more: not an environment of yours, and not your runs.
 clean:

@@ -1,4 +1,4 @@
-"""How often the verdicts of ``mezzo compare``, ``fallback`` and ``diagnose`` are wrong, by simulation.
+"""How often are the verdicts of ``mezzo compare``, ``fallback`` and ``diagnose`` wrong, by simulation?
 
 Losses, metrics, errors of gradients and loss scales whose truth is known are judged by the functions that judge runs:
 
@@ -9,13 +9,13 @@ Losses, metrics, errors of gradients and loss scales whose truth is known are ju
 ``modules``      modules of healthy trainings that ``fallback`` blames, and faults that it calls not needed
 ``scales``       loss scales that ``diagnose`` finds too low: false alarms and misses
 
-A rate is that of the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
+A rate is the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
 Everything is seeded, and uses one core.
 """
 
 from __future__ import annotations
 
-from benchmarks.harness import report
+from benchmarks.shared.harness import report
 from benchmarks.verdicts import courses, differences, metrics, modules, promises, scales
 from benchmarks.verdicts.rates import Rate
 
@@ -29,6 +29,5 @@ def rows(effort: float = FULL) -> list[Rate]:
 
 
 def main() -> None:
-    """Simulate, print and write the table."""
     found = rows()
     report("verdicts", [(r.what, r.text, r.aim) for r in found], {"rates": {r.what: r.share for r in found}})

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.verdicts.rates import Array, Rate, drawn, worst
+from benchmarks.verdicts.rates import Array, Rate, drawn, run_of, worst
 from mezzo.commands.compare.baseline import Baseline
 from mezzo.commands.compare.pairing import grouped
-from mezzo.records import Environment, RunRecord, Steps
+from mezzo.records import Steps
 
 LENGTHS = {5: 400, 20: 400, 100: 200, 500: 60, 2000: 30}
 """Steps of a run, and comparisons a setting in the search for the worst."""
 AUTOCORRELATIONS = (0.0, 0.5, 0.9, 0.99)
 NOISE = (0.02, 0.1, 0.3)
 """Standard deviation of a single loss, as a share of its fall in training."""
-_NOWHERE = Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,9 @@ def rates(effort: float) -> list[Rate]:
     """Return false alarms by length, and the shares of faults that are found."""
     found = []
     for num_steps, searched in LENGTHS.items():
-        num = max(10, int(searched * effort))
-        share, made = worst(_settings(num_steps), lambda s, n, seed: false_alarms(s, num=n, seed=seed), num=num)
         what = f"diverged or stopped learning, noise around one level, {num_steps} steps"
-        found.append(Rate(what=what, share=share, num=made, most=0.01))
+        num = max(10, int(searched * effort))
+        found.append(worst(what, _settings(num_steps), false_alarms, num=num, most=0.01))
     num = max(20, int(250 * effort))
     for noise in NOISE:
         share = share_found(healthy, noise, num=5 * num, num_wrong=3)
@@ -85,13 +83,10 @@ def correlated(noise: Array, autocorrelation: float) -> Array:
 def went_wrong(baseline: Array, policy: Array) -> str | None:
     """Return ``diverged`` or ``stopped_learning`` if a run of the policy is found to have; each row is a run's losses, by seed."""
     runs = [
-        RunRecord(
-            command=[], script="", script_sha256="", policy=name, seed=seed, environment=_NOWHERE,
-            steps=Steps(loss=losses.tolist(), skipped=[False] * len(losses)),
-        )
+        run_of(name, seed=seed, steps=Steps(loss=losses.tolist(), skipped=[False] * len(losses)))
         for name, rows in (("baseline", baseline), ("policy", policy))
         for seed, losses in enumerate(rows)
-    ]  # fmt: skip
+    ]
     groups = grouped(runs)
     base = Baseline.of(groups["baseline"], runs=runs, margin=0.02)
     faults = base.faults_of(groups["policy"])

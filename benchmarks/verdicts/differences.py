@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Setting:
     share: float
     """The known part of the margin, in units of the spread."""
     closeness: float
-    """Standard deviation of the pairs' differences, relative to that of the baseline's runs; ``UNPAIRED`` for independent runs."""
+    """Standard deviation of the pairs' differences, relative to the baseline's runs; ``UNPAIRED`` for independent runs."""
     sign: int
     at: float = 1.0
     """The true difference, in units of the margin."""
@@ -43,11 +43,10 @@ def rates(effort: float) -> list[Rate]:
     num, found = max(200, int(10_000 * effort)), []
     for noise, num_seeds in itertools.product(("normal", "heavy", "skewed"), SEEDS):
         for verdict in ("equivalent", "different"):
-            share, made = worst(
-                _settings(noise, num_seeds), lambda s, n, seed, v=verdict: share_of(s, v, num=n, seed=seed), num=num
-            )
             what = f"{verdict} at the margin, {num_seeds} seeds, {noise} noise"
-            found.append(Rate(what=what, share=share, num=made, most=None if noise == "skewed" else 0.05))
+            most = None if noise == "skewed" else 0.05
+            ends = partial(share_of, verdict=verdict)
+            found.append(worst(what, _settings(noise, num_seeds), ends, num=num, most=most))
     for num_seeds in SEEDS:
         setting = Setting("normal", num_seeds, 5.0, 1.0, 1, at=0.0)
         share = share_of(setting, "equivalent", num=10 * num, seed=0)
@@ -97,7 +96,6 @@ def _are(verdict: str, differences: Array, baseline: Array, *, share: float) -> 
 
 
 def spreads(places: Array) -> Array:
-    """Return ``margins.spread_of`` of each row."""
     first, second = np.triu_indices(places.shape[1], 1)
     found: Array = np.median(np.abs(places[:, first] - places[:, second]), axis=1)
     return found

@@ -1,6 +1,6 @@
 """Rates for a metric that is a count over a test set, or has few printed digits, with the true difference at the margin.
 
-A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or drawn from a binomial, like that of a
+A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or drawn from a binomial, as in a
 new test set. Settings differ in the accuracy and its place within a step, in the spread of seeds that both runs
 of a pair share, and in the spread that each run has alone.
 """
@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Setting:
 
     num_examples: int
     counted: bool
-    """Whether the values are known to be counts over examples; otherwise the step is that of printed digits."""
+    """Whether the values are known to be counts over examples; otherwise the step is the printed digits'."""
     num_seeds: int
     accuracy: float
     shared: float
@@ -40,7 +41,6 @@ class Setting:
 
     @property
     def share(self) -> float:
-        """Return the known part of the margin."""
         return max(MARGIN, self.num_examples**-0.5) if self.counted else MARGIN
 
 
@@ -51,14 +51,10 @@ def rates(effort: float) -> list[Rate]:
     for (num_examples, counted), num_seeds in itertools.product(steps, SEEDS):
         form = f"counts of {num_examples} examples" if counted else f"steps of 1/{num_examples}"
         for verdict in ("equivalent", "different"):
-            share, made = worst(
-                _settings(num_examples, counted, num_seeds),
-                lambda s, n, seed, v=verdict: share_of(s, v, num=n, seed=seed),
-                num=num,
-                times=100,  # a standard error of 0.2% at a bound of 5%
-            )
             what = f"{verdict} at the margin, {num_seeds} seeds, accuracy in {form}"
-            found.append(Rate(what=what, share=share, num=made, most=0.05))
+            settings, share = _settings(num_examples, counted, num_seeds), partial(share_of, verdict=verdict)
+            # Times 100: a standard error of 0.2% at a bound of 5%.
+            found.append(worst(what, settings, share, num=num, times=100, most=0.05))
     return found
 
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from benchmarks.verdicts.rates import Array, Rate, drawn, worst
+from benchmarks.verdicts.rates import Array, Rate, drawn, run_of, worst
 from mezzo.commands.fallback.find import default_tolerance, find
 from mezzo.commands.fallback.search import TrialsAhead
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import Environment, FallbackVerdict, RunRecord
+from mezzo.records import FallbackVerdict, RunRecord
 
 MODULES = tuple(f"m{number}" for number in range(8))
 SIZES = (1, 10, 1000)
@@ -31,10 +32,7 @@ ROUNDING = (0.003, 0.03, 0.1, 0.3, 0.6)
 """How much rounding moves a typical gradient."""
 POLICY_TO_ROUNDING = 0.45
 BLAMED = ("found", "does not pay", "elsewhere")
-_RUN = RunRecord(
-    command=[], script="train.py", script_sha256="", policy="fp32",
-    environment=Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu"),
-)  # fmt: skip
+_RUN = run_of("fp32")
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,16 @@ class Setting:
 
 
 def rates(effort: float) -> list[Rate]:
-    """Return false alarms and misses by policy."""
     num, found = max(20, int(100 * effort)), []
+    blamed, undecided, missed = (partial(share_of, verdicts=v) for v in (BLAMED, ("undecided",), ("not needed",)))
     for policy in ("fp16", "bf16"):
-        share, made = worst(_settings(policy), lambda s, n, seed: share_of(s, BLAMED, num=n, seed=seed), num=num)
-        found.append(
-            Rate(what=f"fallback blames modules of a healthy training, {policy}", share=share, num=made, most=0.05)
-        )
-        share, made = worst(
-            _settings(policy), lambda s, n, seed: share_of(s, ("undecided",), num=n, seed=seed), num=num
-        )
-        found.append(Rate(what=f"fallback undecided on a healthy training, {policy}", share=share, num=made))
+        what = f"fallback blames modules of a healthy training, {policy}"
+        found.append(worst(what, _settings(policy), blamed, num=num, most=0.05))
+        what = f"fallback undecided on a healthy training, {policy}"
+        found.append(worst(what, _settings(policy), undecided, num=num))
         for what, lost, hidden in FAULTS:
-            share, made = worst(
-                _settings(policy, lost, hidden=hidden),
-                lambda s, n, seed: share_of(s, ("not needed",), num=n, seed=seed),
-                num=num,
-            )
-            found.append(Rate(what=f"not needed, but {what}, {policy}", share=share, num=made, most=0.05))
+            settings = _settings(policy, lost, hidden=hidden)
+            found.append(worst(f"not needed, but {what}, {policy}", settings, missed, num=num, most=0.05))
     return found
 
 

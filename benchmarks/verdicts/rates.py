@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mezzo.records import Environment, RunRecord, Steps
 
 Array = NDArray[np.float64]
 Setting = TypeVar("Setting")
@@ -27,32 +29,46 @@ class Rate:
 
     @property
     def text(self) -> str:
-        """Return the rate with its standard error."""
         error = (self.share * (1 - self.share) / self.num) ** 0.5
         return f"{100 * self.share:.2f}% (standard error {100 * error:.2f})"
 
     @property
     def aim(self) -> str:
-        """Return the aim in words."""
         if self.most is not None:
             return f"{100 * self.most:g}% or less"
         return "" if self.least is None else f"{100 * self.least:g}% or more"
 
 
 def worst(
-    settings: Iterable[Setting], share_of: Callable[[Setting, int, int], float], *, num: int, times: int = 10
-) -> tuple[float, int]:
-    """Return the rate of the setting whose rate is largest, simulated again with more comparisons, and their number.
+    what: str,
+    settings: Iterable[Setting],
+    share_of: Callable[..., float],
+    *,
+    num: int,
+    times: int = 10,
+    most: float | None = None,
+) -> Rate:
+    """Return the rate of the setting whose rate is largest, simulated again with more comparisons.
 
     Args:
+        what: the rate's name.
         settings: all of them.
-        share_of: simulates: setting, number of comparisons, seed.
+        share_of: simulates a setting, with ``num`` comparisons and a ``seed``.
         num: comparisons per setting in the search.
         times: the factor by which the worst setting gets more comparisons.
+        most: the largest acceptable rate.
     """
-    found = [(share_of(setting, num, 1 + place), place, setting) for place, setting in enumerate(settings)]
+    found = [(share_of(setting, num=num, seed=1 + place), place, setting) for place, setting in enumerate(settings)]
     _, place, setting = max(found, key=lambda item: item[:2])
-    return share_of(setting, times * num, 10_000 + place), times * num
+    share = share_of(setting, num=times * num, seed=10_000 + place)
+    return Rate(what=what, share=share, num=times * num, most=most)
+
+
+def run_of(policy: str, *, seed: int | None = None, steps: Steps | None = None) -> RunRecord:
+    """Return a run's record that has nothing but its steps."""
+    nowhere = Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu")
+    facts: dict[str, Any] = {name: value for name, value in (("seed", seed), ("steps", steps)) if value is not None}
+    return RunRecord(command=[], script="train.py", script_sha256="", policy=policy, environment=nowhere, **facts)
 
 
 def drawn(noise: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:

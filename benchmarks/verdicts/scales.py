@@ -13,17 +13,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from benchmarks.verdicts.courses import correlated
-from benchmarks.verdicts.rates import Array, Rate, drawn, worst
+from benchmarks.verdicts.rates import Array, Rate, drawn, run_of, worst
 from mezzo.observe.nonfinite.evidence import ModelNames
 from mezzo.observe.nonfinite.faults import Faults, SkipRule
 from mezzo.observe.settings import LEAST_SCALE
-from mezzo.records import Environment, RunRecord, Steps
+from mezzo.records import Steps
 
 LENGTHS = (24, 50, 100, 199, 200, 1000)
 """Steps of a run."""
@@ -34,7 +34,6 @@ SPREADS = (0.25, 0.5, 1.0)
 AUTOCORRELATIONS = (0.0, 0.9)
 INTERVALS = (200, 2000)
 _INIT, _MANY = 16.0, 2000
-_NOWHERE = Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,18 @@ class Setting:
 def rates(effort: float) -> list[Rate]:
     """Return false alarms, misses and undecided answers by the length of the run."""
     num, found, limit = max(20, int(200 * effort)), [], math.log2(LEAST_SCALE)
-    asked: list[tuple[float, Answer]] = [
-        (limit + 1, "too low"),
-        (limit - 2, "fits"),
-        (limit + 1, "undecided"),
-        (limit - 2, "undecided"),
-    ]
-    for num_steps, (mean, wrong) in itertools.product(LENGTHS, asked):
-        share, made = worst(
-            _settings(num_steps, mean),
-            lambda s, n, seed, wrong=wrong: float((answers(s, num=n, seed=seed) == wrong).mean()),
-            num=num,
-            times=10,
-        )
-        which = f"a loss scale around 2^{mean:g}: {wrong}, {num_steps} steps"
-        found.append(Rate(what=which, share=share, num=made, most=None if wrong == "undecided" else MOST_WRONG))
+    wrong: list[tuple[float, Answer]] = [(limit + 1, "too low"), (limit - 2, "fits")]
+    undecided: list[tuple[float, Answer]] = [(mean, "undecided") for mean, _ in wrong]
+    for num_steps, (mean, answer) in itertools.product(LENGTHS, wrong + undecided):
+        what = f"a loss scale around 2^{mean:g}: {answer}, {num_steps} steps"
+        most = None if answer == "undecided" else MOST_WRONG
+        found.append(worst(what, _settings(num_steps, mean), partial(share_of, answer=answer), num=num, most=most))
     return found
+
+
+def share_of(setting: Setting, answer: Answer, *, num: int, seed: int) -> float:
+    """Return the share of runs whose scale gets this answer."""
+    return float((answers(setting, num=num, seed=seed) == answer).mean())
 
 
 def _settings(num_steps: int, mean: float) -> Iterator[Setting]:
@@ -107,7 +102,7 @@ def _scaled(fits: Array, interval: int) -> tuple[Array, np.ndarray[tuple[int, in
 
 @cache
 def _shift(setting: Setting) -> float:
-    """Return how much larger all scales must be that fit, so that the mean exponent is that of the setting."""
+    """Return how much larger all scales must be that fit, so that the mean exponent is the setting's."""
     fits = _fitting(setting, _MANY, np.random.default_rng(0)) + setting.mean
     scales, _ = _scaled(fits, setting.interval)
     return 2.0 * setting.mean - float(np.mean(scales[:, setting.num_steps // 2 :]))
@@ -131,8 +126,7 @@ class _Facts:
 
 def _answer(scales: Array, skipped: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Answer:
     steps = Steps(loss=[1.0] * len(scales), skipped=skipped.tolist(), loss_scale=np.exp2(scales).tolist())
-    run = RunRecord(command=[], script="", script_sha256="", policy="fp16", environment=_NOWHERE, steps=steps)
-    evidence = Faults(_Facts(), ()).evidence(run, watched=(), unfinished=None)
+    evidence = Faults(_Facts(), ()).evidence(run_of("fp16", steps=steps), watched=(), unfinished=None)
     if evidence.settled_scale is None:
         return "fits"
     return "undecided" if evidence.may_settle_higher else "too low"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 warnings.simplefilter("error")
 
 import torch  # noqa: E402
-from benchmarks.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
+from benchmarks.gpu.machine_code import _ADAMW, _KINDS, _SGD, BF16, FP16, FP32, read  # noqa: E402
 from triton_driver import install, launched, loaded  # noqa: E402
 
 from mezzo.engine.kernels import exponents, gpu  # noqa: E402

@@ -8,7 +8,7 @@ import time
 import null_model  # noqa: F401  answers what a session asks about a loss
 import torch
 import triton_driver
-from benchmarks.contest.worker import Worker
+from benchmarks.gpu.contest.worker import Worker
 
 triton_driver.install(90, device_type="cuda")
 torch.backends.cudnn.enabled = False  # it asks the driver for itself

@@ -8,7 +8,7 @@ from functools import partial
 
 import null_model  # answers what is asked about a loss
 import torch
-from benchmarks import host_time
+from benchmarks.speed import host_time
 
 folder, model, start = sys.argv[1:]
 torch.backends.cuda.enable_cudnn_sdp(False)  # it asks the driver for itself

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE, cell, stored_cells, table
+from benchmarks.scripts.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE, cell, stored_cells, table
 
 CELLS = [
     ("pytorch", ("tune", "--changes", "none"), "works"),

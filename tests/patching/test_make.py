@@ -109,7 +109,13 @@ def test_the_diff_applies(
 TRAINS = re.compile(r"backward\(|Trainer|Fabric|Accelerator|keras")
 EVERY = sorted(
     path
-    for folder in ("tests/scripts", "tests/faults", "examples", "benchmarks/contest", "benchmarks/public_scripts")
+    for folder in (
+        "tests/scripts",
+        "tests/faults",
+        "examples",
+        "benchmarks/gpu/contest",
+        "benchmarks/scripts/public_scripts",
+    )
     for path in (ROOT / folder).rglob("*.py")
     if TRAINS.search(path.read_text(encoding="utf-8"))
 )

@@ -13,8 +13,8 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import article_numbers as articles
-from benchmarks.harness import RESULTS
+from benchmarks.prediction import article_numbers as articles
+from benchmarks.shared import RESULTS
 
 BANDS = {"slow": (100.0, 120.0), "fast": (200.0, 250.0)}
 

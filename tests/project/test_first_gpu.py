@@ -26,11 +26,12 @@ if not SCRIPT.is_file():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.contest import first  # noqa: E402
-from benchmarks.contest.cases import plan  # noqa: E402
-from benchmarks.first_gpu import __main__ as program  # noqa: E402
-from benchmarks.first_gpu.running import BUDGET_S, Case, Results, Stage  # noqa: E402
-from benchmarks.first_gpu.stages import FAILURES, STAGES, TEST_FILES, dry  # noqa: E402
+from benchmarks.__main__ import benchmarks  # noqa: E402
+from benchmarks.gpu import gpu_checks  # noqa: E402
+from benchmarks.gpu.contest.cases import plan  # noqa: E402
+from benchmarks.gpu.first_gpu import __main__ as program  # noqa: E402
+from benchmarks.gpu.first_gpu.running import BUDGET_S, Case, Results, Stage  # noqa: E402
+from benchmarks.gpu.first_gpu.stages import FAILURES, STAGES, TEST_FILES, dry  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "PYTHON": sys.executable}
 
@@ -48,7 +49,7 @@ pathlib.Path(sys.argv[4], "measured").write_text(sys.argv[2])
 RUN = """
 import json, math, sys
 from pathlib import Path
-from benchmarks.first_gpu.running import Case, Results, Stage
+from benchmarks.gpu.first_gpu.running import Case, Results, Stage
 folder, calls, measure, seconds, num = sys.argv[1:]
 command = ("python", "-S", "-c", measure, calls)
 cases = tuple(Case(f"case{n}", (*command, f"case{n}", seconds, "{out}"), 10.0) for n in range(int(num)))
@@ -215,7 +216,7 @@ def test_other_code_is_measured_again_in_another_folder(
 def test_two_at_once_are_refused(
     tmp_path: Path, quick: list[Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.first_gpu.running._LOCK_S", 0.0)
+    monkeypatch.setattr("benchmarks.gpu.first_gpu.running._LOCK_S", 0.0)
     assert program.main(["--dry-run", "--out", str(tmp_path)]) == 0
     (folder,) = tmp_path.iterdir()
     process = started_in(folder)
@@ -230,7 +231,7 @@ def test_two_at_once_are_refused(
 
 def started_in(folder: Path) -> subprocess.Popen[str]:
     """Return a process that works in the folder."""
-    holds = "import sys, time, pathlib; from benchmarks.first_gpu.running import Results\n"
+    holds = "import sys, time, pathlib; from benchmarks.gpu.first_gpu.running import Results\n"
     holds += "kept = Results(pathlib.Path(sys.argv[1])); print('here', flush=True); time.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", holds, str(folder)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
@@ -288,7 +289,7 @@ def test_waits():
 def own_tests(tmp_path: Path, seconds: float) -> subprocess.Popen[bytes]:
     (tmp_path / "test_own.py").write_text(OWN_TESTS, encoding="utf-8")
     (tmp_path / "seconds").write_text(str(seconds), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.first_gpu.pytest_results", "results", "test_own.py"]
+    command = [sys.executable, "-m", "benchmarks.gpu.first_gpu.pytest_results", "results", "test_own.py"]
     return subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -343,13 +344,15 @@ def test_the_stages_name_what_exists() -> None:
         assert name.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert [stage.name for stage in STAGES] == [stage.name for stage in dry(STAGES)]
     assert len({stage.name for stage in STAGES}) == len(STAGES) == 7
-    planned = [case.name for case in plan(tiny=False)]
+    planned, names = [case.name for case in plan(tiny=False)], set(benchmarks())
     for stage in (*STAGES, *dry(STAGES)):
         assert stage.cases
         assert len({case.name for case in stage.cases}) == len(stage.cases)
         for case in stage.cases:
             assert case.limit_s <= BUDGET_S
-            assert all((ROOT / word).is_file() for word in case.command if word.startswith("benchmarks/"))
+            begun = case.command[case.command.index("python") :]
+            assert begun[:3] == ("python", "-m", "benchmarks") or begun[2] == "benchmarks.gpu.first_gpu.pytest_results"
+            assert begun[3] in names or begun[2] != "benchmarks"
     for case in next(stage for stage in STAGES if stage.name == "rivals").cases:
         only = case.command[case.command.index("--only") + 1]
         assert len([name for name in planned if re.search(only, name)]) == 1
@@ -365,9 +368,9 @@ def test_nine_tests_failed_on_the_h100() -> None:
 
 
 def test_its_programs_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert first.main(["kernels", "cpu"]) == 0
+    assert gpu_checks.main(["kernels", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "24 updates"
-    assert first.main(["waits", "cpu"]) == 0
+    assert gpu_checks.main(["waits", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 14
     assert all(line.endswith(": no wait") for line in lines)

@@ -24,13 +24,13 @@ from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
-from benchmarks.contest import kernels, timing, worker
-from benchmarks.contest.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan
-from benchmarks.contest.results import Results, markdown
-from benchmarks.contest.timing import TINY, Roofs
-from benchmarks.contest.ways import Contestant, NotHereError, _in_a_graph, build, rewound
-from benchmarks.contest.workloads import workload
-from benchmarks.gpu import main, supervise
+from benchmarks.gpu.contest import kernels, timing, worker
+from benchmarks.gpu.contest.__main__ import main, supervise
+from benchmarks.gpu.contest.cases import LARGE, LOST, POLICIES, SMALL, Case, Way, plan
+from benchmarks.gpu.contest.results import Results, markdown
+from benchmarks.gpu.contest.timing import TINY, Roofs
+from benchmarks.gpu.contest.ways import Contestant, NotHereError, _in_a_graph, build, rewound
+from benchmarks.gpu.contest.workloads import workload
 
 from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.errors import UnsupportedFormatError
@@ -48,7 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.gpu",
+        "benchmarks",
+        "contest",
         "--device",
         "cpu",
         "--tiny",

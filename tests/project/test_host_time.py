@@ -18,10 +18,10 @@ from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
-from benchmarks import host_time
-from benchmarks.harness import over_builds
-from benchmarks.host_time import PLANS, Plan, Script, folder_of, main, on_gpu, result
-from benchmarks.processes import Build, NoAnswerError, Spent, answer_of, build
+from benchmarks.shared.harness import over_builds
+from benchmarks.shared.processes import Build, NoAnswerError, Spent, answer_of, build
+from benchmarks.speed import host_time
+from benchmarks.speed.host_time import PLANS, Plan, Script, folder_of, main, on_gpu, result
 
 OWN = "as-is, the script's own autocast and GradScaler"
 CASES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,12 @@ from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
-sys.path.append(str(ROOT / "benchmarks"))  # its scripts import one another by their names
-from predict_boxes import overlaps, rotated_overlaps
-from predict_detectors import detector
-from predict_detectron2 import detectron2_model
-from predict_memory_rows import pairs_row
-from predict_memory_zoo import Training, _zeroing
-from predict_models import NotBuilt
-from predict_rotated import rotated_detector
-from predict_swin import swin_detector
-from predict_yolo import Averaged, yolo
+from benchmarks.prediction.zoo.boxes import overlaps, rotated_overlaps
+from benchmarks.prediction.zoo.detectors import detector, detectron2_model, rotated_detector
+from benchmarks.prediction.zoo.memory_rows import row
+from benchmarks.prediction.zoo.pairs import predicted_bytes, zeroing
+from benchmarks.prediction.zoo.trainings import NotBuilt
+from benchmarks.prediction.zoo.yolo import Averaged, yolo
 
 ROW = {
     "pair_id": "",
@@ -56,8 +51,8 @@ ROW = {
         (rotated_detector, "Rotated Faster R-CNN R50", 41.1),
         (rotated_detector, "S2A-Net R50-FPN le135", 38.6),
         # Liu and others, "Swin Transformer" (2021), table 2
-        (swin_detector, "Mask R-CNN Swin-T 1x", 48),
-        (swin_detector, "Mask R-CNN Swin-S 3x ms-crop", 69),
+        (detector, "Mask R-CNN Swin-T 1x", 48),
+        (detector, "Mask R-CNN Swin-S 3x ms-crop", 69),
         # ultralytics/yolov5's README, and mmyolo's page on ionograms
         (yolo, "YOLOv5-n P5 mask-refine=No", 1.9),
         (yolo, "YOLOv5-s P5 mask-refine=No", 7.2),
@@ -78,21 +73,32 @@ def test_networks_have_the_published_number_of_weights(find: Callable[[str], Any
 
 
 @pytest.mark.parametrize(
-    ("name", "built"),
+    ("name", "parts"),
     [
-        ("Faster R-CNN: R50-C4 1x", "EarlyModel"),
-        ("Faster R-CNN: R50-DC5 3x", "RegionModel"),
-        ("RetinaNet: R101 3x", "DenseModel"),
-        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", "RegionModel"),
-        ("COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x", "RegionModel"),
+        ("Faster R-CNN: R50-C4 1x", ["Proposals", "_WholeStage"]),
+        ("Faster R-CNN: R50-DC5 3x", ["Proposals", "_Boxes"]),
+        ("RetinaNet: R101 3x", []),
+        ("RPN & Fast R-CNN: Fast R-CNN R50-FPN 1x", ["Pyramid", "_Boxes"]),
+        (
+            "COCO Person Keypoint Detection Baselines with Keypoint R-CNN X101-FPN 3x",
+            ["Pyramid", "Proposals", "_Boxes", "_Keypoints"],
+        ),
         ("COCO Panoptic Segmentation Baselines with Panoptic FPN R50-FPN 1x", None),
         ("Cityscapes & Pascal VOC Baselines R50-C4, VOC", None),
     ],
 )
-def test_rows_of_detectron2_are_told_apart(name: str, built: str | None) -> None:
+def test_rows_of_detectron2_are_told_apart(name: str, parts: list[str] | None) -> None:
     build = detectron2_model(name)
+    if build is None:
+        assert parts is None
+        return
     with torch.device("meta"):
-        assert (None if build is None else type(build()).__name__) == built
+        network: Any = build()
+    if not parts:
+        assert type(network).__name__ == "DenseOfDetectron2"
+        return
+    found = [part for part in (network.neck, network.proposals, *network.heads) if part is not None]
+    assert [type(part).__name__ for part in found] == parts
 
 
 @pytest.mark.parametrize(("measure", "numbers", "bytes_a_pair"), [(overlaps, 4, 36), (rotated_overlaps, 5, 4)])
@@ -111,7 +117,7 @@ def test_overlaps_take_their_temporaries(measure: Callable[..., Tensor], numbers
 
 def test_gradients_stay_as_zeros() -> None:
     layer = nn.Linear(2, 1)
-    optimizer = _zeroing(torch.optim.SGD, layer.parameters())
+    optimizer = zeroing(torch.optim.SGD, layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
     assert layer.weight.grad is not None
@@ -134,7 +140,7 @@ def test_the_average_of_a_model_is_not_trained() -> None:
 )
 def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -> None:
     with pytest.raises(NotBuilt) as error:
-        Training({**ROW, **changed})
+        predicted_bytes({**ROW, **changed})
     assert str(error.value) == reason
 
 
@@ -160,4 +166,4 @@ def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -
 )
 def test_predicted_memory_stays(changed: dict[str, str], mib: int) -> None:
     """The figures of docs/predict.md stand on these; a change of the predictor shows here."""
-    assert pairs_row({**ROW, **changed}).predicted_bytes >> 20 == mib
+    assert row({**ROW, **changed}).predicted_bytes >> 20 == mib

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -16,9 +17,11 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import format_pictures, readme
-from benchmarks.harness import RESULTS, chosen, with_table
-from benchmarks.readme import LINES, results, table, written
+from benchmarks.__main__ import BENCH, benchmarks, main
+from benchmarks.pages import format_pictures, readme
+from benchmarks.pages.readme import LINES, figures, results, written
+from benchmarks.shared import RESULTS
+from benchmarks.shared.harness import with_table
 
 TEXT = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 THROUGHPUT = "docs/images/predicted_throughput.svg"
@@ -91,20 +94,20 @@ def test_times_of_the_readme_are_those_of_the_page_of_the_gpu(name: str) -> None
 def test_every_figure_was_printed_by_the_benchmark_that_it_names(line: readme.Line) -> None:
     record = json.loads((RESULTS / f"{line.benchmark}.json").read_text(encoding="utf-8"))
     assert record["command"] == f"python -m benchmarks {line.benchmark}"
-    assert line.benchmark in chosen([])
-    assert line.figures(results(line.benchmark)) in table()
+    assert line.benchmark in BENCH
+    assert line.figures(results(line.benchmark)) in figures()
 
 
 def test_every_picture_is_made_by_a_command() -> None:
     taken = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()}
     drawn = {format_pictures.REACH, format_pictures.UPDATES, format_pictures.GRADIENT_VALUES}
     assert taken == {THROUGHPUT, *drawn}
-    assert f"predict_accuracy.py --rows FILE --hold-out gpu-family --plot {THROUGHPUT}`" in PREDICTIONS
-    assert re.search(r"^readme: .*\n\t.*python -m benchmarks\.readme$", (ROOT / "Makefile").read_text(), re.M)
+    assert f"predict_throughput --rows FILE --hold-out gpu-family --plot {THROUGHPUT}`" in PREDICTIONS
+    assert re.search(r"^readme: .*\n\t.*python -m benchmarks readme$", (ROOT / "Makefile").read_text(), re.M)
 
 
 def test_a_changed_figure_is_put_right() -> None:
-    line = next(line for line in table().splitlines() if "bytes per parameter" in line)
+    line = next(line for line in figures().splitlines() if "bytes per parameter" in line)
     assert written(TEXT.replace(line, line.replace("16 in FP16", "12 in FP16"))) == TEXT
 
 
@@ -160,12 +163,45 @@ def test_error_rates_on_the_page_of_verdicts_are_those_of_the_results() -> None:
         assert f"| {', '.join(f'{rate:.1%}' for rate in found)} | 5% |" in page
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("predict_[mtz]*.json")), ids=lambda path: path.stem)
+def test_errors_on_the_page_of_predictions_are_those_of_the_results(path: Path) -> None:
+    if path.stem == "predict_trace":
+        return
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    total = next(row["measured"] for row in rows if row["what"] in ("all", "throughput"))
+    errors = re.findall(r"(?:mean|median|p90) [\d.]+%", total)
+    assert ", ".join(errors) in PREDICTIONS
+
+
 def test_every_benchmark_that_a_page_names_exists() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
-    commands = [words for page in pages for words in re.findall(r"python -m benchmarks((?: [a-z]\w*)+)", page)]
-    named = {name for words in commands for name in words.split()} | set(chosen([]))
-    assert len(named) >= 20
-    folder = ROOT / "benchmarks"
-    assert [
-        name for name in sorted(named) if not any((folder / p).is_file() for p in (f"{name}.py", f"{name}/__init__.py"))
-    ] == []
+    commands = [
+        words.split() for page in pages for words in re.findall(r"python -m\s+benchmarks((?: [a-z]\w*)+)", page)
+    ]
+    known = set(benchmarks())
+    assert len({words[0] for words in commands}) >= 30
+    assert [words for words in commands if words[0] not in known] == []
+    assert known >= {*BENCH, *(name for words in commands if len(words) > 1 and words[1] in known for name in words)}
+
+
+def test_every_benchmark_is_found_by_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    found = benchmarks()
+    assert len(found) >= 35
+    for name, one in found.items():
+        module = importlib.import_module(one.module.removesuffix(".__main__"))
+        assert (module.__doc__ or "").splitlines()[0] == one.question
+        assert callable(importlib.import_module(one.module).main), name
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert [name for name, one in found.items() if f"  {name:18} {one.question}\n" not in listed] == []
+    assert main(["no_such_benchmark"]) == 2
+
+
+def test_programs_of_benchmarks_lie_where_their_names_say() -> None:
+    """A file with a ``main`` that asks no question would not be listed."""
+    asked = {one.module for one in benchmarks().values()}
+    parts = {"benchmarks.gpu.first_gpu.pytest_results"}  # started by first_gpu
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if re.search(r"^def main\(", path.read_text(encoding="utf-8"), re.M) and module != "benchmarks.__main__":
+            assert module in asked | parts

@@ -35,7 +35,7 @@ WIDE = {
 PROGRAM = f"""
 import json, warnings
 warnings.simplefilter("error")  # none for a user, either
-from benchmarks.machine_code import compiled, launches
+from benchmarks.gpu.machine_code import compiled, launches
 every = list(launches())
 params = [[launch.kernel.fn.__name__, p] for launch in every for p in launch.kernel.params if not p.is_constexpr]
 print(json.dumps({{

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.host_time import script
+from benchmarks.speed.host_time import script
 from torch import nn
 from torch.nn import functional as F
 
@@ -466,7 +466,7 @@ def test_calls_a_step_beside_the_loop_by_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All calls, torch's own included, without the guard."""
-    monkeypatch.setattr("benchmarks.host_time.SIZES", (4, 8, 8, 2))  # the benchmark's layers, narrower
+    monkeypatch.setattr("benchmarks.speed.host_time.SIZES", (4, 8, 8, 2))  # the benchmark's layers, narrower
 
     def counted(step: Callable[[], None]) -> float:
         calls = 0

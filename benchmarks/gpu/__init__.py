@@ -1,0 +1,1 @@
+"""What only a GPU, or a compiler for one, can say."""

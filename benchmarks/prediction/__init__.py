@@ -1,0 +1,1 @@
+"""How far can predictions of time and memory be trusted."""

@@ -1,0 +1,1 @@
+"""The trainings behind the rows of public tables, as models."""

@@ -1,0 +1,1 @@
+"""Whole scripts under every command."""

@@ -1,0 +1,1 @@
+"""What does Mezzo cost in time."""
