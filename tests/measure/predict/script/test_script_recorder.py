@@ -1,14 +1,14 @@
 """What a recorder sees inside a script: masters, numbers that are read, layouts, several models."""
 
 from __future__ import annotations
-from pathlib import Path
-import pytest
-from helpers_predict import kept_bytes, recorded, tape_of, taped
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
-from helpers_predict import kept_bytes
+from helpers_predict import kept_bytes, recorded, tape_of, taped
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tapes import TapeRequest
 
