@@ -322,7 +322,10 @@ REPLACED = (
     "2 parameters of the model are in no optimizer, and 2 of the optimizers' are not in the model: layers were replaced after the "
     "optimizer was built; build it afterwards"
 )
-DOUBLE = "the model is in torch.float64, which no policy casts: policy fp16 changes nothing; call model.float() before the optimizer is built"
+DOUBLE = (
+    "the model is in torch.float64, which no policy casts: policy fp16 changes nothing; call model.float() before the optimizer "
+    "is built"
+)
 AHEAD = (
     "ExponentialLR is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), or leave scheduler= "
     "out of Session(...)"
