@@ -318,17 +318,25 @@ OUTSIDE = (
     "forward pass and the loss"
 )
 OUTER = "session.autocast() and a torch.autocast of {} are nested, and policy {} asks for another format; remove torch.autocast"
+REPLACED = (
+    "2 parameters of the model are in no optimizer, and 2 of the optimizers' are not in the model: layers were replaced after the "
+    "optimizer was built; build it afterwards"
+)
+DOUBLE = (
+    "the model is in torch.float64, which no policy casts: policy fp16 changes nothing; call model.float() before the optimizer "
+    "is built"
+)
+AHEAD = (
+    "ExponentialLR is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), or leave scheduler= "
+    "out of Session(...)"
+)
+ON_SKIPS = (
+    "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated. Pass it as "
+    "Session(..., scheduler=scheduler), which makes it wait, and remove scheduler.step()"
+)
 WARNED: dict[str, tuple[Callable[[], Any], str]] = {
-    "layers replaced before": (
-        layers_replaced,
-        "2 parameters of the model are in no optimizer, and 2 parameters of the optimizers are not in the model: layers were "
-        "replaced after the optimizer was built; build it afterwards",
-    ),
-    "FP64": (
-        of(lambda m: m.double(), "fp16"),
-        "the model is in torch.float64, which no policy casts: policy fp16 changes nothing; call model.float() before the optimizer "
-        "is built",
-    ),
+    "layers replaced before": (layers_replaced, REPLACED),
+    "FP64": (of(lambda m: m.double(), "fp16"), DOUBLE),
     "no autocast": (no_autocast, OUTSIDE.format("fp16")),
     "no autocast, bf16": (lambda: no_autocast("bf16:op_lists=device"), OUTSIDE.format("bf16:op_lists=device")),
     "only evaluated under autocast": (only_evaluated_under_autocast, OUTSIDE.format("fp16")),
@@ -342,16 +350,8 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "clipped before unscale": (clipped_between, CHANGED),
     "clipped in a window": (clipped_in_the_window, IN_WINDOW),
     "gradients made zero in a window": (zeroed_in_the_window, IN_WINDOW),
-    "a scheduler stepped by both": (
-        stepped_twice,
-        "ExponentialLR is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), or leave "
-        "scheduler= out of Session(...)",
-    ),
-    "a scheduler stepped on skips": (
-        stepped_by_hand_on_skips,
-        "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it as "
-        "Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()",
-    ),
+    "a scheduler stepped by both": (stepped_twice, AHEAD),
+    "a scheduler stepped on skips": (stepped_by_hand_on_skips, ON_SKIPS),
 }
 
 
