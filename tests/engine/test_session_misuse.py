@@ -15,6 +15,7 @@ from mezzo import Session
 from mezzo.errors import MezzoError, SessionError, SnapshotError
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("fp32", {}),
     ("bf16", {}),
     ("fp16", {"accumulate": 2}),
     ("fp16-master", {"clip_norm": 1.0}),
