@@ -111,11 +111,8 @@ def wrapped(model: nn.Module, run: Run) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         options = {"mp_policy": MixedPrecisionPolicy(**run.options)} if run.options else {}
-        names = ("replicate", "shard")
-        hybrid = run.kind == "hsdp"
-        mesh = (
-            init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=names) if hybrid else init_device_mesh("cpu", (WORLD,))
-        )
+        shape, names = ((WORLD, 1), ("replicate", "shard")) if run.kind == "hsdp" else ((WORLD,), None)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for layer in [*model.children()]:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh, **options)
@@ -178,6 +175,8 @@ def train(run: Run, rank: int = 0) -> Found:
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 FP16 = "fp16:init_scale=1024:growth_interval=3"
+VIEWS = {"gradient_as_bucket_view": True}
+COPIES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 _PARALLEL: dict[str, Run] = {
     "fp32": Run(kind="ddp"),
     "fp32 clipped": Run(kind="ddp", clip_norm=0.3, optimizer="mezzo.AdamW"),
@@ -203,16 +202,9 @@ RUNS |= {
     "ddp: 8-bit moments": Run(kind="ddp", optimizer="mezzo.AdamW 8bit"),
     "ddp: bf16-master one pass": Run(kind="ddp", policy="bf16-master", optimizer="mezzo.SGD", clip_norm=0.3),
     "ddp: static graph": Run(kind="ddp", accumulate=2, options={"static_graph": True}),
-    "ddp: views": Run(kind="ddp", policy=FP16, accumulate=2, options={"gradient_as_bucket_view": True}),
-    "ddp: short windows of views": Run(
-        kind="ddp", accumulate=3, micro_batches=2, options={"gradient_as_bucket_view": True}
-    ),
-    "fsdp: 16-bit copies": Run(
-        kind="fsdp",
-        policy="bf16",
-        optimizer="mezzo.AdamW",
-        options={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    ),
+    "ddp: views": Run(kind="ddp", policy=FP16, accumulate=2, options=VIEWS),
+    "ddp: short windows of views": Run(kind="ddp", accumulate=3, micro_batches=2, options=VIEWS),
+    "fsdp: 16-bit copies": Run(kind="fsdp", policy="bf16", optimizer="mezzo.AdamW", options=COPIES),
     "hsdp: accumulated": Run(kind="hsdp", policy=FP16, optimizer="mezzo.SGD", accumulate=3, clip_norm=0.3),
     "hsdp: overflow": Run(kind="hsdp", policy=FP16, accumulate=2, spoiled=(1, 0, 1), clip_norm=0.3),
 }

@@ -63,7 +63,7 @@ def in_forks(
     folder: Path | None = None,
     timeout_s: float = 200.0,
 ) -> list[Ended]:
-    """Do what ``processes.in_processes`` does, without the imports; ``program`` is a script or Mezzo."""
+    """Do what ``processes.in_processes`` does, without the imports; ``program`` is a script, a module or Mezzo."""
     with tempfile.TemporaryDirectory() as logs, _Forks() as forks:
         outputs = [Path(logs, f"rank{rank}") for rank in range(size)]
         for env, output in zip(environments(size, launched=launched), outputs, strict=True):
@@ -202,6 +202,10 @@ def _run(task: _Task, asks: Connection | None) -> int:
 
         with _runs_as(functools.partial(_AskedRun, asks, task.output)):
             return cli.main(words)
+    if program[0] == "-m":
+        sys.argv[:], sys.path[0] = [program[1], *words], os.getcwd()
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv[:] = [*program, *words]
     sys.path[0] = str(Path(program[0]).parent)
     runpy.run_path(program[0], run_name="__main__")

@@ -9,31 +9,27 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from helpers_launch import as_script
-from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
+from helpers_launch import AS_IS, as_script, observed_record
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import AuditSettings
 from mezzo.observe.tracer import Tracer
-from mezzo.policy import Policy
-from mezzo.records import AuditRecord, RunRecord
+from mezzo.records import AuditRecord
 from paths import SCRIPTS
 
 
 def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int, ...] = (2,)) -> AuditRecord:
     """Run ``tests/scripts/<name>.py`` and return the audit of ``steps``."""
     path = str(SCRIPTS / f"{name}.py")
-    chosen = None if policy == "as-is" else Policy.parse(policy)
-    with as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
-        with switched(chosen, observe=AuditSettings(steps=steps)) as (run, _), contextlib.suppress(SystemExit):
+
+    def script() -> None:
+        with contextlib.suppress(SystemExit):
             runpy.run_path(path, run_name="__main__")
-        assert run.listeners.observer is not None
-        record = run.listeners.observer.record(
-            RunRecord(command=[], script=path, script_sha256="", policy=policy, environment=environment("cpu"))
-        )
+
+    with as_script(path, arguments), contextlib.redirect_stdout(io.StringIO()):
+        record = observed_record(script, None if policy == AS_IS else policy, AuditSettings(steps=steps))
     assert isinstance(record, AuditRecord)
     return record
 

@@ -68,6 +68,17 @@ def diagnosed(
     return record
 
 
+def place_of(record: DiagnoseRecord) -> tuple[str, str, str, str, int]:
+    """Return what is wrong, and where."""
+    return record.verdict, record.module, record.op, record.phase, record.step
+
+
+def source_of(line: str) -> str:
+    """Return the text of a line that is named as ``file:number``."""
+    file, number = line.rsplit(":", 1)
+    return Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+
+
 def module_of(name: str) -> ModuleType:
     """Return the file of ``tests/faults`` that has a fault."""
     return next(module for module in MODULES if hasattr(module, name))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import mezzo
+from mezzo import Session
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.kernels import reference
 from mezzo.policy import Policy
@@ -132,6 +136,28 @@ def batches(count: int, *, size: int = 8, width: int = 6, classes: int = 3, seed
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn((count, size, width), generator=generator)
     return list(zip(inputs, torch.randint(0, classes, (count, size), generator=generator), strict=True))
+
+
+def train(session: Session, model: nn.Module, data: Iterable[Batch], *, overflow: int | None = None) -> None:
+    """Train a session's model to classify, one step a batch; the gradients of batch ``overflow`` are infinite."""
+    for number, (x, y) in enumerate(data):
+        with session.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        session.step(spoil(loss) if number == overflow else loss)
+
+
+def through_a_file(state: Any, *, weights_only: bool = True) -> Any:
+    """Return what ``torch.load`` reads of what ``torch.save`` wrote."""
+    torch.save(state, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+def copied(thing: Any, way: str) -> Any:
+    """Return a copy by ``copy.deepcopy``, by pickle or through a file."""
+    if way == "deepcopy":
+        return copy.deepcopy(thing)
+    return pickle.loads(pickle.dumps(thing)) if way == "pickle" else through_a_file(thing, weights_only=False)
 
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -20,9 +20,11 @@ from mezzo.launch import child, runner
 from mezzo.launch.progress import read_latest
 from mezzo.launch.request import Request
 from mezzo.launch.torch import switched
+from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest
+from mezzo.observe.settings import AnySettings, StopScript
 from mezzo.policy import Policy
-from mezzo.records import Effective, Finding, Memory, Steps
+from mezzo.records import AnyRecord, Effective, Finding, Memory, RunRecord, Steps
 from mezzo.studies.side_by_side import OneAfterAnother
 from paths import SCRIPTS
 
@@ -84,6 +86,33 @@ def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran
             steps, effective, memory = run.update.recorder.steps(), counted.effective(), counted.memory()
             findings = run.lint.findings()
     return Ran(read_values(output.getvalue()), output.getvalue(), steps, effective, memory, findings)
+
+
+def observed_record(script: Callable[[], object], policy: str | None, observe: AnySettings) -> AnyRecord:
+    """Return the record of what an observer saw of ``script``."""
+    chosen = None if policy is None else Policy.parse(policy)
+    with switched(chosen, observe=observe) as (run, _), contextlib.suppress(StopScript):
+        script()
+    assert run.listeners.observer is not None
+    return run.listeners.observer.record(run_record(policy or AS_IS))
+
+
+def run_record(policy: str) -> RunRecord:
+    """Return the record of a run of which nothing else is known."""
+    return RunRecord(command=[], script="x.py", script_sha256="", policy=policy, environment=environment("cpu"))
+
+
+def request_for(folder: Path, target: str, *arguments: str, policy: str | None = "fp32", **asked: Any) -> Request:
+    """Return the request for a run of a script whose record lies in ``folder``."""
+    record = str(folder / "record.json")
+    known: dict[str, Any] = {"kind": "script", "arguments": arguments, "command": ("mezzo",)}
+    return Request(target=target, policy=policy, record_path=record, **{**known, **asked})
+
+
+def run_in_child(folder: Path, target: str, *arguments: str, **asked: Any) -> RunRecord:
+    """Run a script as the child process of a command does; what it prints is in ``output.log``."""
+    with children_in_this_process():
+        return runner.run_child(request_for(folder, target, *arguments, **asked), output=folder / "output.log")
 
 
 def read_values(printed: str) -> dict[str, Any]:

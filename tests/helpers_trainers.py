@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,27 @@ def network() -> nn.Sequential:
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+
+
+def linear() -> nn.Linear:
+    """Return weights of 0.5: the gradient of the mean output is the input."""
+    layer = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(layer.weight, 0.5)
+    return layer
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Forget, before and after, what Accelerate keeps for the whole process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    forget()
+    yield
+    forget()
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from mezzo.launch.ranks.leading import free_port
 from paths import SCRIPTS
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Ended(NamedTuple):
@@ -76,3 +81,26 @@ def leave_process_group() -> None:
     """
     time.sleep(0.2)
     dist.destroy_process_group()
+
+
+def left_by_ranks(
+    script: str, size: int, factory: pytest.TempPathFactory, worker_id: str, *, timeout_s: float = 240
+) -> list[dict[str, Any]]:
+    """Return what ``size`` processes of a script left, ``RANK.pt`` in a folder; all workers of a test run share them."""
+    base = factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / Path(script).stem
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            words = [sys.executable, "-W", "error", script]
+            started = [
+                subprocess.Popen([*words, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+                for rank in range(size)
+            ]
+            try:
+                said = [process.communicate(timeout=timeout_s)[1] for process in started]
+            finally:
+                for process in started:
+                    process.kill()
+            assert [process.returncode for process in started] == [0] * size, said
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]

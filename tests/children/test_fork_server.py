@@ -170,14 +170,8 @@ def forking(starter: Starter) -> Iterator[None]:
 def request_for(place: Path, text: str, *arguments: str) -> Request:
     script = place / "script.py"
     script.write_text(textwrap.dedent(text))
-    return Request(
-        target=str(script),
-        kind="script",
-        arguments=arguments,
-        policy="fp16",
-        record_path=str(place / "record.json"),
-        command=("mezzo", "compare"),
-    )
+    more: dict[str, Any] = {"record_path": str(place / "record.json"), "command": ("mezzo", "compare")}
+    return Request(target=str(script), kind="script", arguments=arguments, policy="fp16", **more)
 
 
 def run(place: Path, text: str, *arguments: str, limit_s: float | None = None) -> RunRecord:
@@ -252,9 +246,7 @@ ENDS = """
 
 
 @pytest.mark.parametrize("kept", ["written()", "waiting", "Writes()"])
-def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
-    place: Path, starter: Starter, kept: str
-) -> None:
+def test_what_a_run_leaves_is_finalised_without_torch_being_collected(place: Path, starter: Starter, kept: str) -> None:
     file = place / "cycle.txt"
     file.unlink(missing_ok=True)
     with forking(starter):
@@ -282,6 +274,7 @@ def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     assert [name for name in drawn[0] if drawn[0][name] == drawn[1][name]] == []
 
 
+DIED = "the process died with {} before it could write a record"
 TRAINS_AND_DIES = """
     import os, torch
     model = torch.nn.Linear(2, 1)
@@ -308,12 +301,8 @@ def test_a_forked_run_reports_and_leaves_no_file(place: Path, starter: Starter, 
 @pytest.mark.parametrize(
     ("text", "code", "error"),
     [
-        ("import os; os._exit(9)", 9, "the process died with exit code 9 before it could write a record"),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-            139,
-            "the process died with signal SIGSEGV before it could write a record",
-        ),
+        ("import os; os._exit(9)", 9, DIED.format("exit code 9")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, DIED.format("signal SIGSEGV")),
         ("raise KeyError('k')", 1, "KeyError: 'k'"),
     ],
 )
@@ -427,7 +416,7 @@ def test_imports_that_fail_are_shown_by_the_run_itself(tmp_path: Path, capfd: py
         first = (tmp_path / "output.log").read_text()
         run(tmp_path, "")
         assert (tmp_path / "output.log").read_text() == first
-    assert ended.error == "the process died with exit code 1 before it could write a record"
+    assert ended.error == DIED.format("exit code 1")
     assert first.count("half of torch") == 1
     assert "ImportError: broken" in first
     assert "importing PyTorch and its compiler failed: ImportError: broken" in capfd.readouterr().err
@@ -492,7 +481,7 @@ def test_runs_go_on_when_the_process_is_ended(tmp_path: Path, capfd: pytest.Capt
         starter._process.kill()
         starter._process.wait()  # its guard has ended, too
         ended = run(tmp_path, "")
-    assert ended.error == "the process died with exit code 1 before it could write a record"
+    assert ended.error == DIED.format("exit code 1")
     assert "ImportError: broken" in (tmp_path / "output.log").read_text()
     assert "the process that had imported PyTorch for all runs was killed" in capfd.readouterr().err
 

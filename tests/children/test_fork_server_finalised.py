@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from mezzo.children.fork_server import collect_all_if_needed, ids_to_finalise
 
 
@@ -17,6 +15,12 @@ class Deleted:
 
     def __del__(self) -> None:
         pass
+
+
+class Holder:
+    """Keeps one object."""
+
+    kept: Any = None
 
 
 def suspended() -> Iterator[int]:
@@ -29,26 +33,22 @@ def started() -> Iterator[int]:
     return generator
 
 
-@pytest.mark.parametrize("name", ["nothing", "closed file", "ended generator", "file", "generator", "object"])
-def test_frozen_objects_are_collected_only_if_something_is_left(name: str, tmp_path: Path) -> None:
+def test_frozen_objects_are_collected_only_if_something_is_left(tmp_path: Path) -> None:
     gc.collect()
-    gc.freeze()
-    before = ids_to_finalise()
-    left: Any = {"kept": None}
-    if name in ("file", "closed file"):
-        left["kept"] = (tmp_path / "file").open("w")
-    if name in ("generator", "ended generator"):
-        left["kept"] = started()
-    if name == "object":
-        left["kept"] = Deleted()
-        left["kept"].itself = left["kept"]
-    if name == "closed file":
-        left["kept"].close()
-    if name == "ended generator":
-        left["kept"].close()
-    collect_all_if_needed(before)
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    if name == "file":
-        left["kept"].close()
-    assert (frozen == 0) == (name in ("file", "generator", "object"))
+    for name in ("nothing", "closed file", "ended generator", "file", "generator", "object"):
+        gc.freeze()
+        before, left = ids_to_finalise(), Holder()
+        if "file" in name:
+            left.kept = (tmp_path / "file").open("w")
+        if "generator" in name:
+            left.kept = started()
+        if name.startswith(("closed", "ended")):
+            left.kept.close()
+        if name == "object":
+            left.kept = Deleted()
+            left.kept.itself = left.kept
+        collect_all_if_needed(before)
+        assert (gc.get_freeze_count() == 0) == (name in ("file", "generator", "object")), name
+        gc.unfreeze()
+        if name == "file":
+            left.kept.close()

@@ -111,37 +111,24 @@ while True:
     time.sleep(0.01)
 """
 
+EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))" + WAITS
+IGNORES = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)" + WAITS
+NATIVE = """
+note(os.getpid()); from itertools import repeat; from collections import deque
+for n in (2, 15, 62, 63): signal.signal(n, lambda *_: None)
+deque(repeat(0), maxlen=0)
+"""
+FINAL = f"returned -{guard.FINAL_SIGNAL}"
 ENDINGS: list[tuple[str, str, list[int], str]] = [
     # script, how it takes signals, what is sent to the command, what the command says in the end
     (WAITS, "as python does", [signal.SIGTERM], "returned -15 exit code 143"),
     (WAITS, "as python does", [signal.SIGHUP], "returned -1 exit code 129"),
     (WAITS, "as python does", [signal.SIGUSR1], "returned -10 exit code 0"),
-    (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))" + WAITS,
-        "in its own way",
-        [signal.SIGTERM],
-        "returned 7 exit code 143",
-    ),
+    (EXITS, "in its own way", [signal.SIGTERM], "returned 7 exit code 143"),
     # A run that ignores SIGTERM is sent the final signal immediately, and this one has no handler for it.
-    (
-        "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)" + WAITS,
-        "not at all",
-        [signal.SIGTERM],
-        f"returned -{guard.FINAL_SIGNAL} exit code 143",
-    ),
-    (
-        "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)" + WAITS,
-        "not at all",
-        [signal.SIGINT, signal.SIGINT],
-        f"returned -{guard.FINAL_SIGNAL} exit code 130",
-    ),
-    (
-        "note(os.getpid()); from itertools import repeat; from collections import deque\n"
-        "for n in (2, 15, 62, 63): signal.signal(n, lambda *_: None)\ndeque(repeat(0), maxlen=0)",
-        "in native code that never returns",
-        [signal.SIGINT, signal.SIGINT, signal.SIGINT],
-        "returned -9 exit code 130",
-    ),
+    (IGNORES, "not at all", [signal.SIGTERM], f"{FINAL} exit code 143"),
+    (IGNORES, "not at all", [signal.SIGINT, signal.SIGINT], f"{FINAL} exit code 130"),
+    (NATIVE, "in native code that never returns", [signal.SIGINT] * 3, "returned -9 exit code 130"),
 ]
 
 
@@ -254,15 +241,9 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self._end, theirs = pty.openpty()
         variables = {**os.environ, "PS1": "$ ", "TERM": "dumb"}
-        self._shell = subprocess.Popen(
-            [sys.executable, "-c", SHELL],
-            cwd=folder,
-            env=variables,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        words = [sys.executable, "-c", SHELL]
+        self._shell = subprocess.Popen(words, cwd=folder, env=variables, **streams, start_new_session=True)
         os.close(theirs)
         self._text = ""
 
@@ -390,9 +371,8 @@ TRAINS = """
 @contextlib.contextmanager
 def mezzo(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "train.py").write_text(textwrap.dedent(TRAINS))
-    with subprocess.Popen(
-        [sys.executable, "-m", "mezzo", *words], cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", "mezzo", *words]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         yield process
         if process.poll() is None:
             process.kill()
@@ -449,15 +429,12 @@ for _ in range(3):
 """
 
 
+COMPARE = ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--gpus", "t4"]
+PREDICT = ["predict", "--gpus", "t4", "--policies", "fp32"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the runs themselves would wait")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--gpus", "t4"],
-        ["predict", "--gpus", "t4", "--policies", "fp32"],
-    ],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [COMPARE, PREDICT], ids=["compare", "predict"])
 def test_a_prediction_ends_with_its_command(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "train.py").write_text(SLOW_TO_TRACE)
     command = [sys.executable, "-m", "mezzo", *words, "--out", "out", "train.py"]
@@ -488,8 +465,13 @@ STOPS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize(("words", "nth", "count", "kind"), STOPS)
+INT, TERM = (signal.SIGINT, 130), (signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize(
+    ("words", "nth", "count", "kind", "number", "code"),
+    [*((*stop, *INT) for stop in STOPS), *((*stop, *TERM) for stop in (STOPS[1], STOPS[5]))],
+)
 def test_no_run_is_begun_after_a_signal(
     tmp_path: Path, words: list[str], nth: int, count: int, kind: type[Any] | None, number: signal.Signals, code: int
 ) -> None:

@@ -6,9 +6,7 @@ with a rate of 1 shows the gradient that was used.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from helpers_trainers import Batch, assert_same, batches, network, sgd
+from helpers_engine import copied
+from helpers_trainers import Batch, assert_same, batches, forgotten, linear, network, sgd
 from mezzo.errors import SessionError
-from mezzo.records import read_record, write_record
 
 accelerate = pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 
 from mezzo.compat.accelerate import MezzoAccelerator  # noqa: E402
 
@@ -34,12 +32,8 @@ OVERFLOWS = "fp16:init_scale=1048576"
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    """Forget what Accelerate keeps for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with forgotten():
+        yield
 
 
 class Training:
@@ -69,7 +63,7 @@ class Training:
         return losses
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", OVERFLOWS, "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", OVERFLOWS, "fp16-master"])
 def test_it_trains_as_a_session_does(policy: str) -> None:
     training = Training(policy)
     losses = training.train(batches(12), scheduled=True)
@@ -89,6 +83,7 @@ def test_it_trains_as_a_session_does(policy: str) -> None:
     assert training.room.driven.session.loss_scale == session.loss_scale
     assert training.room.record().steps.num_skipped == session.skipped
     assert (session.skipped > 2) == (policy == OVERFLOWS)
+    assert training.room.record().framework == f"torch {torch.__version__} in accelerate {accelerate.__version__}"
     if policy.endswith("-master"):
         assert {p.dtype for p in training.bare.parameters()} == {policy_dtype(policy)}
         held = training.optimizer.param_groups[0]["params"]
@@ -100,18 +95,6 @@ def policy_dtype(policy: str) -> torch.dtype:
     return mezzo.Policy.parse(policy).storage.dtype
 
 
-@pytest.mark.parametrize(
-    ("policy", "inside"),
-    [("fp16", torch.float16), ("fp16:fp32_modules=2", torch.float32), ("fp16:fp32=linear", torch.float32)],
-)
-def test_it_honours_lists_and_fp32_modules(policy: str, inside: torch.dtype) -> None:
-    training = Training(policy)
-    seen: list[torch.dtype] = []
-    training.bare[2].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    training.train(batches(1))
-    assert seen == [inside]
-
-
 def test_a_region_of_ones_own_is_under_the_policy() -> None:
     room = MezzoAccelerator(cpu=True, policy="fp16:lower=softmax")
     model = room.prepare(network())
@@ -120,13 +103,7 @@ def test_a_region_of_ones_own_is_under_the_policy() -> None:
     assert model(torch.ones(1, 6)).dtype is torch.float32
 
 
-def linear() -> nn.Linear:
-    layer = nn.Linear(4, 1, bias=False)
-    nn.init.constant_(layer.weight, 0.5)
-    return layer
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16-master:init_scale=256"])
 def test_a_short_last_window_is_averaged_over_its_micro_batches(policy: str) -> None:
     room = MezzoAccelerator(cpu=True, policy=policy, gradient_accumulation_steps=4)
     layer, values = linear(), (1, 2, 3, 2, 1, 3)
@@ -147,7 +124,7 @@ def test_a_short_last_window_is_averaged_over_its_micro_batches(policy: str) -> 
 
 
 @pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256"])
 def test_two_optimizers_are_unscaled_once(policy: str, clips: bool) -> None:
     room = MezzoAccelerator(cpu=True, policy=policy)
     pairs = [room.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0)) for layer in (linear(), linear())]
@@ -162,7 +139,7 @@ def test_two_optimizers_are_unscaled_once(policy: str, clips: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["norm", "value"])
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256"])
 def test_it_clips_true_gradients(policy: str, how: str) -> None:
     room = MezzoAccelerator(cpu=True, policy=policy)
     layer = linear()
@@ -189,17 +166,6 @@ def test_it_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
     assert_same(second.bare.parameters(), first.bare.parameters())
     assert second.rates == first.rates[5:]
     assert second.room.driven.session.loss_scale == first.room.driven.session.loss_scale
-
-
-def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
-    training = Training(OVERFLOWS)
-    losses = training.train(batches(6))
-    record = training.room.record()
-    write_record(record, tmp_path / "record.json")
-    assert read_record(tmp_path / "record.json").model_dump_json() == record.model_dump_json()
-    assert record.steps.loss == [float(x) for x in losses]
-    assert record.steps.skipped[:3] == [True] * 3
-    assert record.framework == f"torch {torch.__version__} in accelerate {accelerate.__version__}"
 
 
 def test_what_cannot_work_is_refused_with_its_reason() -> None:
@@ -239,30 +205,22 @@ def prepared(policy: str, updates: int = 2) -> tuple[MezzoAccelerator, Any, Any]
 EVERY = ["fp32", "fp16", "fp16:fp32_modules=last", "fp16-master", "bf16-master"]
 
 
-@pytest.mark.parametrize("updates", [0, 2])
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize(("policy", "updates"), [*((policy, 2) for policy in EVERY), ("fp16-master", 0)])
 def test_a_prepared_model_has_its_own_signature(policy: str, updates: int) -> None:
     _, model, _ = prepared(policy, updates)
     assert inspect.signature(model.forward) == inspect.signature(Named().forward)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [*((policy, "pickle") for policy in EVERY), ("fp16-master", "deepcopy"), (EVERY[2], "torch.save")],
+)
 def test_a_prepared_model_copies_and_pickles_without_its_training(policy: str, way: str) -> None:
     room, model, _ = prepared(policy)
     (x, _), *_ = batches(1)
     ours = model(x)
-    if way == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif way == "pickle":
-        whole = pickle.dumps(model)
-        assert len(whole) < 12_000  # the weights alone: no session, no optimizer
-        twin = pickle.loads(whole)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copied(model, way)
+    assert len(pickle.dumps(model)) < 12_000  # the weights alone: no session, no optimizer
     assert torch.equal(twin(x), ours)
     for p in twin.parameters():
         p.data.zero_()
@@ -317,11 +275,10 @@ def test_a_trained_model_continues_under_another_accelerator(policy: str) -> Non
         first.backward(F.mse_loss(model(x), y))
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "fp16-master"])
-def test_a_prepared_optimizer_copies_and_pickles(policy: str, way: Any) -> None:
+@pytest.mark.parametrize(("policy", "way"), [("fp32", "deepcopy"), ("fp16", "pickle"), ("fp16-master", "pickle")])
+def test_a_prepared_optimizer_copies_and_pickles(policy: str, way: str) -> None:
     room, model, optimizer = prepared(policy)
-    twin = way(optimizer)
+    twin = copied(optimizer, way)
     assert type(twin) is type(optimizer)
     assert twin.accelerator is None
     assert optimizer.accelerator is room
@@ -379,7 +336,7 @@ def test_torchs_adam_is_refused_where_its_eps_is_zero() -> None:
     (x, y), *_ = batches(1)
     room.backward(F.mse_loss(model(x), y))
     with pytest.raises(
-        SessionError, match=r"Adam keeps its state in torch\.float16 under policy fp16-pure, and eps=1e-08 is 0"
+        SessionError, match=r"Adam keeps its state in torch\.float16 under policy fp16-pure, and eps=1e-08"
     ):
         optimizer.step()
 

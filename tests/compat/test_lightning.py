@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from helpers_trainers import Batch, assert_same, batches, network, sgd
+from helpers_trainers import Batch, assert_same, batches, linear, network, sgd
 from mezzo.errors import SessionError
 from mezzo.records import RunRecord, read_record, write_record
 
@@ -28,6 +28,8 @@ from mezzo.compat.lightning import MezzoFabricPrecision, MezzoPrecision  # noqa:
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:.*LeafSpec:FutureWarning")
 
 OVERFLOWS = "fp16:init_scale=1048576"
+OFF = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+SCALED = pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256"])
 
 
 def by_session(policy: str, data: list[Batch], **settings: Any) -> tuple[nn.Sequential, mezzo.Session, list[Tensor]]:
@@ -73,8 +75,7 @@ def fit(
     module: Any, policy: str, data: list[Any], *, resume: Path | None = None, epochs: int = 1, **settings: Any
 ) -> tuple[Any, MezzoPrecision]:
     plugin = MezzoPrecision(policy)
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", plugins=plugin, **off, **settings)
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", plugins=plugin, **OFF, **settings)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume)
     return trainer, plugin
 
@@ -82,7 +83,7 @@ def fit(
 # --- Trainer -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", OVERFLOWS, "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", OVERFLOWS, "fp16-master"])
 def test_trainer_trains_as_a_session_does(policy: str) -> None:
     data = batches(12)
     module = Constant()
@@ -134,8 +135,7 @@ def test_the_trainers_schedule_waits_on_a_skip() -> None:
 class Unseen(lightning.LightningModule):  # type: ignore[misc,name-defined]
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1, bias=False)
-        nn.init.constant_(self.layer.weight, 0.5)
+        self.layer = linear()
         self.seen: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -155,7 +155,7 @@ def constants(*values: float) -> list[Tensor]:
     return [torch.full((2, 4), float(value)) for value in values]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16-master:init_scale=256"])
 def test_trainer_averages_a_short_last_window_over_its_micro_batches(policy: str) -> None:
     module = Linear()
     _, plugin = fit(module, policy, constants(1, 2, 3, 2, 1, 3), accumulate_grad_batches=4)
@@ -164,15 +164,13 @@ def test_trainer_averages_a_short_last_window_over_its_micro_batches(policy: str
     assert plugin.record().steps.grad_norm == [4.0, 4.0]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@SCALED
 @pytest.mark.parametrize(
     ("settings", "step"),
     [({"gradient_clip_val": 1.0}, 0.5), ({"gradient_clip_val": 1.5, "gradient_clip_algorithm": "value"}, 1.5), ({}, 2)],
 )
 @pytest.mark.parametrize("kind", [Linear, Unseen])
-def test_trainer_clips_true_gradients(
-    policy: str, settings: dict[str, Any], step: float, kind: type[Linear | Unseen]
-) -> None:
+def test_trainer_clips(policy: str, settings: dict[str, Any], step: float, kind: type[Linear | Unseen]) -> None:
     module = kind()
     _, plugin = fit(module, policy, constants(2), **settings)  # a norm of 4
     if isinstance(module, Linear):
@@ -201,9 +199,7 @@ class TwoPlayers(lightning.LightningModule):  # type: ignore[misc,name-defined]
     def __init__(self, largest: float) -> None:
         super().__init__()
         self.largest = largest
-        self.first, self.second = (nn.Linear(4, 1, bias=False) for _ in range(2))
-        for layer in (self.first, self.second):
-            nn.init.constant_(layer.weight, 0.5)
+        self.first, self.second = linear(), linear()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward((self.first(batch) + self.second(batch)).mean())
@@ -218,7 +214,7 @@ class TwoPlayers(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
 
 @pytest.mark.parametrize(("largest", "weight"), [(1e6, -0.5), (1.0, 0.0)])
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@SCALED
 def test_trainer_unscales_two_optimizers_once(policy: str, largest: float, weight: float) -> None:
     module = TwoPlayers(largest)
     _, plugin = fit(module, policy, constants(1))
@@ -243,10 +239,9 @@ def test_trainer_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
 def test_trainer_fits_evaluates_and_fits_again() -> None:
     module = Constant()
     plugin = MezzoPrecision("fp16-master")
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     loader = torch.utils.data.DataLoader(batches(3), batch_size=None)
     for _ in range(2):
-        lightning.Trainer(max_epochs=1, accelerator="cpu", plugins=plugin, **off).fit(module, loader)
+        lightning.Trainer(max_epochs=1, accelerator="cpu", plugins=plugin, **OFF).fit(module, loader)
     assert {p.dtype for p in module.parameters()} == {torch.float16}
     assert len(plugin.record().steps) == 6
     assert all(later < earlier for earlier, later in zip(module.losses[:3], module.losses[3:], strict=True))
@@ -277,7 +272,7 @@ def fabric(policy: str) -> tuple[Any, MezzoFabricPrecision]:
     return Fabric(accelerator="cpu", devices=1, plugins=plugin), plugin
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", OVERFLOWS, "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", OVERFLOWS, "fp16-master"])
 def test_fabric_trains_as_a_session_does(policy: str) -> None:
     room, plugin = fabric(policy)
     bare, losses, rates = network(), [], []
@@ -310,14 +305,8 @@ def test_fabric_trains_as_a_session_does(policy: str) -> None:
     assert rates == expected
 
 
-def linear() -> nn.Linear:
-    layer = nn.Linear(4, 1, bias=False)
-    nn.init.constant_(layer.weight, 0.5)
-    return layer
-
-
 @pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@SCALED
 def test_fabric_unscales_two_optimizers_once(policy: str, clips: bool) -> None:
     room, plugin = fabric(policy)
     pairs = [room.setup(layer, torch.optim.SGD(layer.parameters(), lr=1.0)) for layer in (linear(), linear())]
@@ -333,7 +322,7 @@ def test_fabric_unscales_two_optimizers_once(policy: str, clips: bool) -> None:
 
 
 @pytest.mark.parametrize("how", [{"max_norm": 1.0}, {"clip_val": 0.5}])
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@SCALED
 def test_fabric_clips_true_gradients(policy: str, how: dict[str, float]) -> None:
     room, _ = fabric(policy)
     layer = linear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
+from helpers_trainers import assert_same, forgotten, linear, network
 from mezzo.errors import SessionError
-from mezzo.records import read_record, write_record
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 
 from mezzo.compat.transformers import MezzoTrainer, MezzoTrainerMixin  # noqa: E402
 
@@ -27,12 +27,8 @@ SIZE = 8
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    """Forget what Accelerate keeps for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with forgotten():
+        yield
 
 
 class Regression(nn.Module):
@@ -40,14 +36,13 @@ class Regression(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.net = network()
         self.losses: list[Tensor] = []
         self.kinds: list[torch.dtype] = []
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = self.net(inputs)
-        self.kinds += [found.dtype, F.softmax(found, -1).dtype]
+        self.kinds.append(found.dtype)
         loss = F.mse_loss(found.float(), labels.float())
         self.losses.append(loss.detach())
         return {"loss": loss, "logits": found}
@@ -58,8 +53,7 @@ class Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1, bias=False)
-        nn.init.constant_(self.layer.weight, 0.5)
+        self.layer = linear()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"loss": self.layer(inputs).mean()}
@@ -70,6 +64,12 @@ def examples(count: int, *, same: bool = False) -> list[dict[str, Tensor]]:
     inputs = torch.randn(SIZE if same else count * SIZE, 6, generator=generator)
     labels = torch.randn(len(inputs), 2, generator=generator)
     return [{"inputs": x, "labels": y} for x, y in zip(inputs, labels, strict=True)] * (count if same else 1)
+
+
+def constants(*values: float) -> list[dict[str, Tensor]]:
+    """Return a batch of each value."""
+    rows = [{"inputs": torch.full((4,), float(v)), "labels": torch.zeros(1)} for v in values]
+    return [row for row in rows for _ in range(SIZE)]
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
@@ -101,12 +101,7 @@ def logged(made: Any, name: str) -> list[float]:
     return [entry[name] for entry in made.state.log_history if name in entry]
 
 
-def assert_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", OVERFLOWS, "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("policy", ["fp32", OVERFLOWS, "fp16-master"])
 def test_it_trains_as_a_session_does(policy: str, tmp_path: Path) -> None:
     model, own = Regression(), Regression()
     made = trainer(tmp_path, policy, model, examples(12))
@@ -121,30 +116,15 @@ def test_it_trains_as_a_session_does(policy: str, tmp_path: Path) -> None:
         session.step(loss)
     assert_same(model.losses, own.losses)
     assert_same(model.parameters(), own.parameters())
-    assert (made.record().steps.num_skipped, made.accelerator.driven.session.loss_scale) == (
-        session.skipped,
-        session.loss_scale,
-    )
+    found = made.record().steps.num_skipped, made.accelerator.driven.session.loss_scale
+    assert found == (session.skipped, session.loss_scale)
+    assert made.record().framework == f"torch {torch.__version__} in transformers {transformers.__version__}"
     if policy.endswith("-master"):
         assert {p.dtype for p in model.parameters()} == {mezzo.Policy.parse(policy).storage.dtype}
         masters = made.accelerator.driven.state_dict()["masters"][0]
         assert list(masters) == [name for name, _ in own.named_parameters()]
         assert_same(masters.values(), optimizer.param_groups[0]["params"])
         assert {p.dtype for g in made.optimizer.param_groups for p in g["params"]} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("policy", "kinds"),
-    [
-        ("fp16", [torch.float16, torch.float32]),
-        ("fp16:fp32_modules=net.2", [torch.float32, torch.float32]),
-        ("fp16:lower=softmax", [torch.float16, torch.float16]),
-    ],
-)
-def test_it_honours_lists_and_fp32_modules(policy: str, kinds: list[torch.dtype], tmp_path: Path) -> None:
-    model = Regression()
-    trainer(tmp_path, policy, model, examples(1)).train()
-    assert model.kinds == kinds
 
 
 def test_the_schedule_waits_on_a_skip(tmp_path: Path) -> None:
@@ -158,20 +138,18 @@ def test_the_schedule_waits_on_a_skip(tmp_path: Path) -> None:
     assert_same(model.losses[: skipped + 1], [model.losses[0]] * (skipped + 1))
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256"])
 def test_max_grad_norm_clips_true_gradients(policy: str, tmp_path: Path) -> None:
     model = Linear()
-    data = [{"inputs": torch.full((4,), 2.0), "labels": torch.zeros(1)}] * SIZE
-    made = trainer(tmp_path, policy, model, data, learning_rate=1.0, max_grad_norm=1.0)
+    made = trainer(tmp_path, policy, model, constants(2), learning_rate=1.0, max_grad_norm=1.0)
     made.train()
     assert logged(made, "grad_norm") == [4.0]
     assert model.layer.weight.tolist()[0] == pytest.approx([0.0] * 4, abs=2**-20)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
+@pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256"])
 def test_a_short_last_window_is_averaged_over_its_micro_batches(policy: str, tmp_path: Path) -> None:
-    model, values = Linear(), (1.0, 2.0, 3.0, 2.0, 1.0, 3.0)
-    data = [{"inputs": torch.full((4,), v), "labels": torch.zeros(1)} for v in values for _ in range(SIZE)]
+    model, data = Linear(), constants(1, 2, 3, 2, 1, 3)
     made = trainer(tmp_path, policy, model, data, learning_rate=1.0, gradient_accumulation_steps=4)
     made.train()
     assert model.layer.weight.tolist() == [[0.5 - 2 - 2] * 4]
@@ -201,10 +179,7 @@ def language_model() -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize(
-    ("policy", "unit"),
-    [("fp16", 2**-11), ("bf16", 2**-8), ("fp16-master", 2**-11), ("fp16:fp32_modules=*.mlp", 2**-11)],
-)
+@pytest.mark.parametrize(("policy", "unit"), [("fp16:fp32_modules=*.mlp", 2**-11), ("bf16-master", 2**-8)])
 def test_a_language_model_trains_as_in_fp32(policy: str, unit: float, tmp_path: Path) -> None:
     words = torch.randint(0, 32, (8 * SIZE, 8), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in words]
@@ -232,10 +207,8 @@ class MezzoOwnLoss(MezzoTrainerMixin, OwnLoss):
 
 def test_a_trainer_of_ones_own_accepts_the_mixin(tmp_path: Path) -> None:
     model = Linear()
-    data = [{"inputs": torch.ones(4), "labels": torch.zeros(1)}] * SIZE
-    made = MezzoOwnLoss(
-        model=model, args=arguments(tmp_path, learning_rate=1.0), train_dataset=data, policy="fp16:init_scale=256"
-    )
+    args = arguments(tmp_path, learning_rate=1.0)
+    made = MezzoOwnLoss(model=model, args=args, train_dataset=constants(1), policy="fp16:init_scale=256")
     made.remove_callback(transformers.PrinterCallback)
     made.train()
     assert model.layer.weight.tolist() == [[-1.5] * 4]
@@ -247,17 +220,6 @@ def test_evaluation_runs_under_the_policy(tmp_path: Path) -> None:
     found = made.evaluate(examples(1))
     assert model.kinds[0] is torch.float16
     assert found["eval_loss"] == pytest.approx(float(model.losses[0]))
-
-
-def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
-    model = Regression()
-    made = trainer(tmp_path, OVERFLOWS, model, examples(6))
-    made.train()
-    record = made.record()
-    write_record(record, tmp_path / "record.json")
-    assert read_record(tmp_path / "record.json").model_dump_json() == record.model_dump_json()
-    assert record.steps.loss == [float(x) for x in model.losses]
-    assert record.framework == f"torch {torch.__version__} in transformers {transformers.__version__}"
 
 
 def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
@@ -272,13 +234,8 @@ def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
 
 def tokens(count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(3, 64, (12,), generator=generator),
-            "labels": torch.randint(3, 64, (8,), generator=generator),
-        }
-        for _ in range(count)
-    ]
+    sizes = {"input_ids": 12, "labels": 8}
+    return [{k: torch.randint(3, 64, (n,), generator=generator) for k, n in sizes.items()} for _ in range(count)]
 
 
 def translator() -> Any:
@@ -322,27 +279,13 @@ def test_columns_and_generation_are_those_of_the_model(policy: str, tmp_path: Pa
     reference.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     plain = transformers.Seq2SeqTrainer(model=reference, args=translating(tmp_path))
     assert (found == plain.predict(tokens(4)).predictions).all()
-    again = transformers.Seq2SeqTrainer(
-        model=model, args=translating(tmp_path)
-    )  # Trainer's own, on the model that was trained
+    again = transformers.Seq2SeqTrainer(model=model, args=translating(tmp_path))  # Trainer's own, on what was trained
     assert again.evaluate(tokens(4))["eval_loss"] == pytest.approx(plain.evaluate(tokens(4))["eval_loss"], rel=1e-2)
 
 
 def test_the_loss_of_a_short_window_is_the_mean_of_its_micro_batches(tmp_path: Path) -> None:
     model = Linear()
-    data = [
-        {"inputs": torch.full((4,), float(v)), "labels": torch.zeros(1)}
-        for v in (1, 2, 3, 2, 1, 3)
-        for _ in range(SIZE)
-    ]
-    made = trainer(
-        tmp_path,
-        "fp16:init_scale=256",
-        model,
-        data,
-        gradient_accumulation_steps=4,
-        learning_rate=0.0,
-        max_grad_norm=1e6,
-    )
+    settings = {"gradient_accumulation_steps": 4, "learning_rate": 0.0, "max_grad_norm": 1e6}
+    made = trainer(tmp_path, "fp16:init_scale=256", model, constants(1, 2, 3, 2, 1, 3), **settings)
     made.train()
     assert made.record().steps.loss == [4.0, 4.0]

@@ -108,29 +108,11 @@ def plain(policy: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     "before", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["before the session", "after it"]
 )
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("policy", [*POLICIES, *NATIVE])
+@pytest.mark.parametrize(
+    ("policy", "plan"), [*((policy, "mixed") for policy in (*POLICIES, *NATIVE)), *(("fp16", plan) for plan in PLANS)]
+)
 def test_training_is_the_same_to_the_bit(policy: str, plan: str, before: bool) -> None:
     assert same(trained(policy, PLANS[plan], before=before), plain(policy))
-
-
-COMPILED = [
-    ("fp16", "selective"),
-    pytest.param("fp32", "full", marks=pytest.mark.slow),
-    pytest.param("bf16:arithmetic=native", "selective", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize(("policy", "plan"), COMPILED)
-def test_compiled_training_is_the_same_to_the_bit(policy: str, plan: str) -> None:
-    """By ``aot_eager``, which partitions as for inductor."""
-    results = []
-    for regions in ({}, PLANS[plan]):
-        torch._dynamo.reset()
-        results.append(trained(policy, regions, compiled="aot_eager"))
-    assert same(*results)
 
 
 FEEDS: list[dict[str, Keeps]] = [{}, {"1": "products"}]
@@ -140,15 +122,26 @@ def feed() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.3)), nn.Linear(8, 3))
 
 
-@pytest.mark.slow
+COMPILED = [
+    # policy, backend, model, plans
+    ("fp16", "aot_eager", feed, FEEDS),
+    pytest.param("fp16", "aot_eager", Model, [{}, PLANS["selective"]], marks=pytest.mark.slow),
+    pytest.param("fp32", "aot_eager", Model, [{}, PLANS["full"]], marks=pytest.mark.slow),
+    pytest.param("fp16", "inductor", feed, FEEDS, marks=pytest.mark.slow),
+]
+"""``aot_eager`` partitions as for inductor, whose C++ compiler takes a second for each kernel of a few layers, twice."""
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-def test_training_by_inductor_is_the_same_to_the_bit() -> None:
-    """On few layers: a C++ compiler takes a second for each of their kernels, twice."""
+@pytest.mark.parametrize(("policy", "backend", "build", "plans"), COMPILED)
+def test_compiled_training_is_the_same_to_the_bit(
+    policy: str, backend: str, build: Callable[[], nn.Module], plans: list[dict[str, Keeps]]
+) -> None:
     results = []
-    for regions in FEEDS:
+    for regions in plans:
         torch._dynamo.reset()
-        results.append(trained("fp16", regions, compiled="inductor", build=feed))
+        results.append(trained(policy, regions, compiled=backend, build=build))
     assert same(*results)
 
 

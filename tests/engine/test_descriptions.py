@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import StepLR
 
 import mezzo
-from helpers_engine import batches
+from helpers_engine import batches, train
 from mezzo import Session
 from mezzo.engine.descriptions import host_value
 from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
@@ -26,10 +26,7 @@ def test_a_session_says_what_it_trains_and_how_far_it_is() -> None:
     optimizer = mezzo.AdamW(net.parameters(), lr=0.25)
     with fp32_products_as_they_were():
         session = Session(net, optimizer, accumulate=2, clip_norm=1.5, scheduler=StepLR(optimizer, 1, gamma=0.5))
-        for x, y in batches(3):
-            with session.autocast():
-                loss = nn.functional.cross_entropy(net(x), y)
-            session.step(loss)
+        train(session, net, batches(3))
     assert repr(session).splitlines() == [
         "Session(policy='fp16') on cpu",
         "  trains   Sequential: 83 values in 4 tensors, fp32",

@@ -29,6 +29,9 @@ def _switches_as_they_were() -> Iterator[None]:
     torch.backends.cudnn.benchmark = benchmark
 
 
+TORCHS_OWN = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # where its compiler is imported
+
+
 def convnet() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.Flatten(), nn.Linear(32, 16))
 
@@ -124,14 +127,10 @@ def test_what_was_said_changes_the_decision(options: dict, what: str, value: str
     assert reason in found.reason
 
 
-def test_deterministic_runs_do_not_try_algorithms() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = choice("cudnn benchmark", fast_path(convnet(), device=H100))
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_deterministic_runs_do_not_try_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
 
-    assert found.value == "off"
+    assert choice("cudnn benchmark", fast_path(convnet(), device=H100)).value == "off"
 
 
 def test_a_cpu_with_units_has_no_slow_kernels() -> None:
@@ -140,6 +139,24 @@ def test_a_cpu_with_units_has_no_slow_kernels() -> None:
     assert [c.what for c in choices] == list(SWITCHES)
 
 
+class Conv1D(nn.Module):
+    """The linear layer of transformers, by name; its weight is inputs x outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(24, 30))
+
+
+def squares(count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(100, 100, device="meta") for _ in range(count)))
+
+
+THREE = ["0 and 2 more: 100 -> 104 outputs", "0 and 2 more: 100 -> 104 inputs"]
+ATTENTION = [  # in_proj is 60 x 20, out_proj 20 x 20
+    "MultiheadAttention and 1 more: 20 -> 24 inputs",
+    "MultiheadAttention: 60 -> 64 outputs",
+    "out_proj: 20 -> 24 outputs",
+]
 ALIGNMENTS = [
     # model, policy, device, values
     (Model(50257), "fp16", H100, ["lm_head: 50257 -> 50304 vocabulary"]),
@@ -157,58 +174,41 @@ ALIGNMENTS = [
     (nn.Linear(30, 50), "fp16", H100, ["Linear: 50 -> 56 outputs", "Linear: 30 -> 32 inputs"]),
     (nn.Linear(32, 56), "fp8", H100, ["Linear: 56 -> 64 outputs"]),
     (nn.Linear(32, 56), "fp16", H100, ["nothing to pad"]),
-    (
-        nn.Sequential(*(nn.Linear(100, 100, device="meta") for _ in range(3))),
-        "fp16",
-        H100,
-        ["0 and 2 more: 100 -> 104 outputs", "0 and 2 more: 100 -> 104 inputs"],
-    ),
+    (squares(3), "fp16", H100, THREE),
+    (Conv1D(), "fp16", H100, ["Conv1D: 30 -> 32 outputs"]),
     (nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)), "fp16", H100, ["0: 3 -> 8 inputs"]),
     (nn.Sequential(nn.Conv2d(64, 30, 1), nn.Conv2d(30, 30, 3, groups=30)), "fp16", H100, ["0: 30 -> 32 outputs"]),
     (nn.Conv2d(48, 96, 1, groups=4), "fp16", H100, ["Conv2d: 12 -> 16 inputs"]),
-    (nn.MultiheadAttention(20, 4), "fp16", H100, None),
+    (nn.MultiheadAttention(20, 4), "fp16", H100, ATTENTION),
     (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 10)), "fp16", H100, ["1 small layer left"]),
 ]
 
 
 @pytest.mark.parametrize(("model", "policy", "device", "values"), ALIGNMENTS)
-def test_alignment(model: nn.Module, policy: str, device: Device, values: list[str] | None) -> None:
+def test_alignment(model: nn.Module, policy: str, device: Device, values: list[str]) -> None:
     found = [c.value for c in fast_path(model, policy=policy, device=device) if c.what == "alignment"]
 
-    if values is None:  # in_proj is 60 x 20, out_proj 20 x 20
-        values = ["MultiheadAttention and 1 more: 20 -> 24 inputs", "MultiheadAttention: 60 -> 64 outputs"]
-        values.append("out_proj: 20 -> 24 outputs")
     assert sorted(found) == sorted(values)
 
 
-@pytest.mark.parametrize(
-    ("model", "policy", "cost"),
-    [
-        # 47 rows of 768, of 50257 * 768 + 1023 * 768 + 768 * 3072 + 3072 parameters
-        (Model(50257), "fp16", "costs 36,096 weights (0.09% of the model)"),
-        (nn.Linear(30, 50), "fp16", "costs 180 weights (11.61% of the model)"),  # 6 x 30 of 1550
-    ],
-)
-def test_cost_of_padding(model: nn.Module, policy: str, cost: str) -> None:
-    first = next(c for c in fast_path(model, policy=policy, device=H100) if c.what == "alignment")
+COSTS = [
+    # 47 rows of 768, of 50257 * 768 + 1023 * 768 + 768 * 3072 + 3072 parameters
+    (Model(50257), "costs 36,096 weights (0.09% of the model)"),
+    (nn.Linear(30, 50), "costs 180 weights (11.61% of the model)"),  # 6 x 30 of 1550
+]
+
+
+@pytest.mark.parametrize(("model", "cost"), COSTS)
+def test_cost_of_padding(model: nn.Module, cost: str) -> None:
+    first = next(c for c in fast_path(model, policy="fp16", device=H100) if c.what == "alignment")
 
     assert cost in first.reason
 
 
-def test_the_linear_layer_of_transformers_is_one() -> None:
-    class Conv1D(nn.Module):  # transformers' name; its weight is inputs x outputs
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(24, 30))
-
-    found = [c.value for c in fast_path(Conv1D(), policy="fp16", device=H100) if c.what == "alignment"]
-
-    assert found == ["Conv1D: 30 -> 32 outputs"]
-
-
-def test_asking_changes_nothing() -> None:
+@pytest.mark.parametrize("how", [{"device": H100, "compile": True}, {"device": "cpu", "apply": True}])
+def test_asking_and_applying_on_a_cpu_change_nothing(how: dict) -> None:
     model = convnet()
-    fast_path(model, policy="fp16", device=H100, compile=True)
+    fast_path(model, policy="fp16", **how)
 
     assert model[0].weight.is_contiguous()
     assert model._compiled_call_impl is None
@@ -216,9 +216,7 @@ def test_asking_changes_nothing() -> None:
     assert not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method.*:DeprecationWarning"
-)  # torch's own, where its compiler is imported
+@TORCHS_OWN
 def test_applying_brings_about_what_is_on() -> None:
     model, images = convnet(), torch.randn(2, 16, 3, 3)
     before = model(images)
@@ -234,19 +232,7 @@ def test_applying_brings_about_what_is_on() -> None:
     torch.testing.assert_close(model(images), before)
 
 
-def test_applying_on_a_cpu_leaves_everything() -> None:
-    model = convnet()
-    fast_path(model, policy="fp16", device="cpu", apply=True)
-
-    assert model[0].weight.is_contiguous()
-    assert model._compiled_call_impl is None
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cudnn.benchmark
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method.*:DeprecationWarning"
-)  # torch's own, where its compiler is imported
+@TORCHS_OWN
 def test_a_compiled_model_is_not_compiled_again() -> None:
     model = mlp()
     fast_path(model, device=H100, compile=True, apply=True)

@@ -159,9 +159,7 @@ def test_a_gradient_that_was_written_into_is_not_used_again() -> None:
 
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("replaced", ["", "torch.autograd.backward", "torch.Tensor.backward"])
-def test_a_session_tells_other_tools_of_every_pass(
-    replaced: str, retain_graph: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tools_are_told_of_every_pass(replaced: str, retain_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     net, told = model(), []
     passes = Passes()
     for _ in range(2):

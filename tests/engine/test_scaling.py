@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import random
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers_engine import through_a_file
 from mezzo import DynamicScale, NoScale, PolicyError, StaticScale
 from mezzo.devices import this_device
 from mezzo.engine.casts.casting import Casting
@@ -21,7 +21,6 @@ from mezzo.engine.scaling import KnownScale, scale_for
 from mezzo.policy import Policy
 
 FLAGS = {False: torch.tensor(0.0), True: torch.tensor(1.0)}
-SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 # --- the trajectory of GradScaler -------------------------------------------------------------------------------------
 
@@ -38,11 +37,10 @@ def advance(scaler: torch.amp.GradScaler, found: Tensor) -> None:
     scaler.update()
 
 
-@pytest.mark.slow
-def test_ten_thousand_random_trajectories_are_grad_scalers() -> None:
+def test_random_trajectories_are_grad_scalers() -> None:
     draw = random.Random(20261121)
     updates = grown = backed_off = 0
-    for _ in range(10_000):
+    for _ in range(500):
         chosen = {
             "growth_factor": draw.choice([1.0, 1.5, 2.0, 3.7, 4.0, 1.001]) + draw.choice([0.0, 0.25]),
             "backoff_factor": draw.choice([0.5, 0.25, 0.75, 0.9, 1 / 3]),
@@ -61,29 +59,8 @@ def test_ten_thousand_random_trajectories_are_grad_scalers() -> None:
             after = theirs.get_scale()
             assert (ours.value(), int(ours._growth_tracker)) == (after, theirs._get_growth_tracker())
             updates, grown, backed_off = updates + 1, grown + (after > before), backed_off + (after < before)
-    assert updates > 80_000
-    assert grown > 10_000
-    assert backed_off > 10_000
-
-
-def test_the_scales_of_a_real_step_are_grad_scalers() -> None:
-    """The same with everything of GradScaler in between: scale, unscale, step, update on a parameter of one element."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    chosen = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2}
-    scaler, ours = (
-        grad_scaler(2.0**10, **chosen),
-        DynamicScale(2.0**10, **chosen, min_scale=2.0**-149, max_scale=math.inf),
-    )
-    draw = random.Random(1)
-    for _ in range(300):
-        bad = draw.random() < 0.3
-        weight.grad = torch.full((1,), math.inf if bad else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        ours.update(FLAGS[bad])
-        assert ours.value() == scaler.get_scale()
-    assert 0 < ours.value() < math.inf
+    assert updates > 4_000
+    assert min(grown, backed_off) > 500
 
 
 def test_scaling_and_its_inverse_are_grad_scalers() -> None:
@@ -102,7 +79,7 @@ def test_scaling_and_its_inverse_are_grad_scalers() -> None:
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_a_known_scale_is_the_dynamic_one_number_for_number(hysteresis: int) -> None:
     draw = random.Random(hysteresis)
-    for _ in range(60):
+    for _ in range(20):
         chosen: dict[str, Any] = {
             "growth_factor": draw.choice([1.5, 2.0, 3.7]),
             "backoff_factor": draw.choice([0.5, 0.9, 1 / 3]),
@@ -190,7 +167,7 @@ def fp32(x: float) -> float:
     return torch.tensor(x, dtype=torch.float64).float().item()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     overflows=st.lists(st.booleans(), min_size=1, max_size=40),
     exponents=st.tuples(st.integers(-4, 4), st.integers(-10, 3), st.integers(4, 10)),
@@ -207,14 +184,9 @@ def test_the_state_machine(
 ) -> None:
     start, low, high = (2.0**e for e in exponents)
     reference = Reference(max(start, low), *factors, growth_interval, hysteresis, low, high)
+    counts = {"growth_interval": growth_interval, "hysteresis": hysteresis}
     ours = DynamicScale(
-        start,
-        growth_factor=factors[0],
-        backoff_factor=factors[1],
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        min_scale=low,
-        max_scale=high,
+        start, growth_factor=factors[0], backoff_factor=factors[1], **counts, min_scale=low, max_scale=high
     )
     for overflow in overflows:
         ours.update(FLAGS[overflow])
@@ -225,29 +197,6 @@ def test_the_state_machine(
         assert hysteresis == 1 or state["hysteresis_left"] == reference.left  # with 1 there is nothing to count
         assert ours.at_floor() == (reference.scale <= low)
         assert float(ours.floor_flag()) == float(reference.scale <= low)
-
-
-TRAJECTORIES: list[tuple[str, dict[str, Any], str, list[float]]] = [
-    # overflows are "x", good updates "."
-    ("backs off at once", {}, "xx.", [4.0, 2.0, 2.0]),
-    ("grows after the interval", {}, "..." * 2, [8.0, 8.0, 16.0, 16.0, 16.0, 32.0]),
-    ("an overflow starts the interval anew", {}, "..x...", [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]),
-    ("hysteresis bears one", {"hysteresis": 2}, "x.x.xx", [8.0, 8.0, 8.0, 8.0, 8.0, 4.0]),
-    ("and backs off at each that follows", {"hysteresis": 2}, "xxxx", [8.0, 4.0, 2.0, 1.0]),
-    ("a tolerated overflow is not a good update", {"hysteresis": 3}, "..x...", [8.0, 8.0, 8.0, 8.0, 8.0, 16.0]),
-    ("floor", {"min_scale": 2.0}, "xxxx...", [4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 4.0]),
-    ("ceiling", {"max_scale": 16.0, "growth_interval": 1}, "...x", [16.0, 16.0, 16.0, 8.0]),
-]
-
-
-@pytest.mark.parametrize(("_name", "chosen", "updates", "scales"), TRAJECTORIES, ids=[t[0] for t in TRAJECTORIES])
-def test_trajectories(_name: str, chosen: dict[str, Any], updates: str, scales: list[float]) -> None:
-    scale = DynamicScale(8.0, **{"growth_interval": 3, **chosen})
-    found = []
-    for update in updates:
-        scale.update(FLAGS[update == "x"])
-        found.append(scale.value())
-    assert found == scales
 
 
 @pytest.mark.parametrize(("asked", "got"), [(1e9, 1024.0), (1e-9, 0.5), (64.0, 64.0)])
@@ -334,15 +283,8 @@ def test_every_setting_of_a_policy_reaches_the_scale() -> None:
 
 
 def used_scale() -> DynamicScale:
-    scale = DynamicScale(
-        64.0,
-        growth_factor=3.0,
-        backoff_factor=0.25,
-        growth_interval=7,
-        hysteresis=3,
-        min_scale=0.125,
-        max_scale=2048.0,
-    )
+    factors = {"growth_factor": 3.0, "backoff_factor": 0.25, "min_scale": 0.125, "max_scale": 2048.0}
+    scale = DynamicScale(64.0, **factors, growth_interval=7, hysteresis=3)
     for update in "....x..":
         scale.update(FLAGS[update == "x"])
     scale.update(FLAGS[True])
@@ -351,11 +293,8 @@ def used_scale() -> DynamicScale:
 
 def test_a_state_goes_through_a_file_whole() -> None:
     scale = used_scale()
-    saved = io.BytesIO()
-    torch.save(scale.state_dict(), saved)
-    saved.seek(0)
     other = DynamicScale()
-    other.load_state_dict(torch.load(saved, weights_only=True))
+    other.load_state_dict(through_a_file(scale.state_dict()))
     assert other.state_dict() == scale.state_dict()
     assert other.state_dict()["hysteresis_left"] == 2
     for update in "xx......":
@@ -363,21 +302,6 @@ def test_a_state_goes_through_a_file_whole() -> None:
         other.update(FLAGS[update == "x"])
         assert other.state_dict() == scale.state_dict()
     assert scale.value() != 64.0
-
-
-def test_grad_scaler_takes_our_state() -> None:
-    ours = DynamicScale(512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
-    for update in "x...":
-        ours.update(FLAGS[update == "x"])
-    theirs = grad_scaler(1.0)
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.get_scale() == 128.0
-    assert theirs._get_growth_tracker() == 3
-    assert (theirs.get_growth_factor(), theirs.get_backoff_factor(), theirs.get_growth_interval()) == (3.0, 0.25, 4)
-    for found in (False, True, True, False):
-        ours.update(FLAGS[found])
-        advance(theirs, FLAGS[found])
-        assert ours.value() == theirs.get_scale()
 
 
 def test_we_take_grad_scalers_state() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import cProfile
-import io
 import math
 import pstats
 import warnings
@@ -19,22 +18,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import mezzo
-from helpers_engine import Batch, Build, batches, mlp, parameters, randn, same_bits, spoil
-from mezzo import (
-    MezzoError,
-    NonFiniteLossError,
-    PolicyError,
-    PrecisionWarning,
-    ScaleFloorError,
-    Session,
-    SessionError,
-)
+from helpers_engine import Batch, Build, batches, mlp, parameters, randn, same_bits, spoil, through_a_file, train
+from mezzo import MezzoError, NonFiniteLossError, PolicyError, PrecisionWarning, ScaleFloorError, Session, SessionError
 from mezzo.engine.matrix_units.native_units import fp32_products_as_they_were
 from mezzo.engine.state import open_window
 from mezzo.policy import PRESETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HAND = "fp16:op_lists=device:growth_interval=7"
+X = randn(2, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +39,14 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def train(session: Session, model: nn.Module, data: list[Batch]) -> None:
-    for x, y in data:
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(loss)
-
-
 def small(policy: str = "fp16", *, lr: float = 0.1, **settings: Any) -> tuple[Session, nn.Module]:
     model = mlp(6, 8, 3)
     return Session(model, SGD(model.parameters(), lr=lr, momentum=0.9), policy=policy, **settings), model
+
+
+def loss_of(session: Session, model: nn.Module, batch: Batch) -> Tensor:
+    with session.autocast():
+        return F.cross_entropy(model(batch[0]), batch[1])
 
 
 # --- against a hand-written loop --------------------------------------------------------------------------------------
@@ -72,26 +62,31 @@ def by_hand(
     accumulate: int = 1,
     clip_norm: float | None = None,
     scheduler: LRScheduler | None = None,
+    counts: bool = True,
 ) -> int:
-    """Train as torch's documentation of automatic mixed precision says; return how many updates were skipped."""
+    """Train as torch's documentation of automatic mixed precision says; return how many updates were skipped, if it counts them."""
     skipped = 0
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for number, (x, y) in enumerate(data, 1):
         with torch.autocast("cpu", dtype=dtype):
             loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss / accumulate if accumulate > 1 else loss).backward()
+        loss = loss / accumulate if accumulate > 1 else loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
         if number % accumulate:
             continue
         if clip_norm is not None:
-            scaler.unscale_(optimizer)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        overflowed = scaler.get_scale() < before
-        skipped += overflowed
-        if scheduler is not None and not overflowed:
-            scheduler.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            before = scaler.get_scale() if counts else 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            overflowed = counts and scaler.get_scale() < before
+            skipped += overflowed
+            if scheduler is not None and not overflowed:
+                scheduler.step()
         optimizer.zero_grad()
     return skipped
 
@@ -107,25 +102,25 @@ OPTIMIZERS: dict[str, Build] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
-VARIANTS: list[tuple[str, dict[str, Any], bool, float]] = [
-    # name, settings, with scheduler, initial scale
-    ("plain", {}, False, 2.0**16),
-    ("clipped", {"clip_norm": 0.3}, False, 2.0**16),
-    ("accumulated", {"accumulate": 4}, False, 2.0**16),
-    ("accumulated, clipped, scheduled", {"accumulate": 4, "clip_norm": 0.3}, True, 2.0**16),
-    ("overflowing at first", {}, True, 2.0**40),
-    ("overflowing at first, clipped", {"clip_norm": 0.3}, True, 2.0**40),
-    ("overflowing at first, accumulated", {"accumulate": 4}, True, 2.0**30),
-]
+VARIANTS: dict[str, tuple[dict[str, Any], bool, float]] = {
+    # settings, with scheduler, initial scale
+    "plain": ({}, False, 2.0**16),
+    "clipped": ({"clip_norm": 0.3}, False, 2.0**16),
+    "accumulated": ({"accumulate": 4}, False, 2.0**16),
+    "accumulated, clipped, scheduled": ({"accumulate": 4, "clip_norm": 0.3}, True, 2.0**16),
+    "overflowing at first": ({}, True, 2.0**30),
+    "overflowing at first, clipped": ({"clip_norm": 0.3}, True, 2.0**30),
+    "overflowing at first, accumulated": ({"accumulate": 4}, True, 2.0**30),
+}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v[0])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fifty_updates_are_those_of_autocast_and_grad_scaler_to_the_bit(
-    name: str, variant: tuple[str, dict[str, Any], bool, float]
-) -> None:
-    _, settings, scheduled, scale = variant
-    data = batches(50 * settings.get("accumulate", 1))
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [*((name, "accumulated, clipped, scheduled") for name in OPTIMIZERS), *(("AdamW foreach", v) for v in VARIANTS)],
+)
+def test_thirty_updates_are_those_of_autocast_and_grad_scaler_to_the_bit(name: str, variant: str) -> None:
+    settings, scheduled, scale = VARIANTS[variant]
+    data = batches(30 * settings.get("accumulate", 1))
     models, optimizers, schedulers = [], [], []
     for _ in range(2):
         models.append(mlp(6, 8, 3))
@@ -138,7 +133,7 @@ def test_fifty_updates_are_those_of_autocast_and_grad_scaler_to_the_bit(
     train(session, models[1], data)
     assert same_bits(parameters(models[0]), parameters(models[1]))
     assert (session.loss_scale, session.skipped) == (scaler.get_scale(), skipped)
-    assert session.updates == 50 - skipped
+    assert session.updates == 30 - skipped
     assert skipped > (5 if scale > 2.0**16 else 0)  # the scale starts too high, or grows until it is
     assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
 
@@ -166,7 +161,7 @@ def calls_a_step(run: Callable[[list[Batch]], Any]) -> float:
 @pytest.mark.parametrize("clip_norm", [None, 0.3], ids=["", "clipped"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW foreach", "AdamW for-loop"])
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_calls_per_step_are_at_most_5_percent_above_a_hand_written_loop(
+def test_calls_are_at_most_5_percent_above_a_loop_by_hand(
     dtype: torch.dtype, name: str, clip_norm: float | None
 ) -> None:
     widths = (6, 8, 8, 3)
@@ -175,42 +170,13 @@ def test_calls_per_step_are_at_most_5_percent_above_a_hand_written_loop(
     optimizer = OPTIMIZERS[name](list(theirs.parameters()))
     policy = "fp16:op_lists=device" if dtype is FP16 else "bf16:op_lists=device"
     session = Session(ours, OPTIMIZERS[name](list(ours.parameters())), policy=policy, clip_norm=clip_norm)
-    hand = calls_a_step(lambda d: plain_loop(theirs, optimizer, d, dtype, scaler, clip_norm))
+    how = {"dtype": dtype, "scaler": scaler, "clip_norm": clip_norm}
+    hand = calls_a_step(lambda d: by_hand(theirs, optimizer, d, **how, counts=False))
     mezzos = calls_a_step(lambda d: train(session, ours, d))
-    if (
-        dtype is BF16 and clip_norm is None
-    ):  # a hand-written loop computes no norm of the gradients; session.grad_norm is one
+    if dtype is BF16 and clip_norm is None:  # a hand-written loop computes no norm of the gradients
         assert mezzos - hand <= 50
     else:
         assert mezzos <= 1.05 * hand
-
-
-def plain_loop(
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: list[Batch],
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler | None,
-    clip_norm: float | None,
-) -> None:
-    """Train with nothing that is not needed: no scaler where there is no scale."""
-    for x, y in data:
-        with torch.autocast("cpu", dtype=dtype):
-            loss = F.cross_entropy(model(x), y)
-        if scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
 
 
 # --- windows of micro-batches ------------------------------------------------------------------------------------------
@@ -235,27 +201,16 @@ def steps_of(session: Session, model: nn.Module, data: list[Batch], *, weighted:
     return [a - b for a, b in zip(before, parameters(model), strict=True)]
 
 
-SIZES = [[4, 4, 4, 4], [3, 5, 2, 7], [1, 9, 1, 1], [6], [4, 4], [3, 8, 1], [2, 2, 3]]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_weighted_micro_batches_are_the_whole_batch(sizes: list[int]) -> None:
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("sizes", [[4, 4, 4, 4], [1, 9, 1, 1], [6], [3, 8, 1]], ids=str)
+def test_weighted_micro_batches_are_the_whole_batch_and_others_averaged(sizes: list[int], weighted: bool) -> None:
     session, model = double_session(4)
     data = uneven(sizes)
     xs, ys = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    wanted = torch.autograd.grad(F.cross_entropy(model(xs), ys), list(model.parameters()))
-    got = steps_of(session, model, data, weighted=True)
-    assert session.updates == 1
-    torch.testing.assert_close(got, list(wanted), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_micro_batches_without_weights_are_averaged(sizes: list[int]) -> None:
-    session, model = double_session(4)
-    data = uneven(sizes)
     mean = torch.stack([F.cross_entropy(model(x), y) for x, y in data]).mean()
-    wanted = torch.autograd.grad(mean, list(model.parameters()))
-    got = steps_of(session, model, data, weighted=False)
+    wanted = torch.autograd.grad(F.cross_entropy(model(xs), ys) if weighted else mean, list(model.parameters()))
+    got = steps_of(session, model, data, weighted=weighted)
+    assert session.updates == 1
     torch.testing.assert_close(got, list(wanted), rtol=1e-12, atol=1e-14)
 
 
@@ -341,9 +296,7 @@ def test_clip_value_is_torchs() -> None:
 def test_grad_norm_is_the_float64_norm_before_clipping() -> None:
     session, model = small("fp16", clip_norm=1e-3)
     assert math.isnan(session.grad_norm)
-    (x, y), *_ = batches(1)
-    with session.autocast():
-        loss = F.cross_entropy(model(x), y)
+    loss = loss_of(session, model, batches(1)[0])
     wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     session.step(loss)
     norm = torch.cat([g.double().flatten() for g in wanted]).norm().item()
@@ -363,10 +316,7 @@ def state_bits(session: Session) -> list[Tensor]:
 
 
 def overflow(session: Session, model: nn.Module, batch: Batch, factor: float = math.inf) -> None:
-    x, y = batch
-    with session.autocast():
-        loss = spoil(F.cross_entropy(model(x), y), factor)
-    session.step(loss)
+    session.step(spoil(loss_of(session, model, batch), factor))
 
 
 OURS: dict[str, Build] = {
@@ -432,9 +382,14 @@ class Line(nn.Module):
         return (self.weight * slope).sum()
 
 
+def line(policy: str, **settings: Any) -> tuple[Session, Line]:
+    model = Line()
+    return Session(model, SGD(model.parameters(), lr=1.0), policy=policy, **settings), model
+
+
 @pytest.mark.parametrize("build", [SGD, mezzo.SGD])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_finite_gradients_whose_squares_overflow_are_not_skipped(
+def test_gradients_whose_squares_overflow_are_not_skipped(
     build: Callable[..., Optimizer], clip_norm: float | None
 ) -> None:
     model = Line()
@@ -447,8 +402,7 @@ def test_finite_gradients_whose_squares_overflow_are_not_skipped(
 
 
 def test_without_a_loss_scale_nothing_is_skipped() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="bf16")
+    session, model = line("bf16")
     session.step(spoil(cast(session, model, 1.0)))
     assert (session.updates, session.skipped, session.loss_scale) == (1, 0, 1.0)
     assert math.isinf(session.grad_norm)
@@ -554,8 +508,7 @@ def test_the_floor_of_one_scale_is_no_error_while_another_overflows() -> None:
 
 
 def test_finite_gradients_of_two_losses_whose_squares_overflow_are_not_skipped() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16:init_scale=16", num_losses=2)
+    session, model = line("fp16:init_scale=16", num_losses=2)
     session.backward(cast(session, model, 1e25), loss_id=0)
     session.backward(cast(session, model, 2e25), loss_id=1)
     session.update()
@@ -565,12 +518,9 @@ def test_finite_gradients_of_two_losses_whose_squares_overflow_are_not_skipped()
 
 
 def test_losses_that_overflow_only_together_back_off_both() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16:init_scale=16", num_losses=2)
+    session, model = line("fp16:init_scale=16", num_losses=2)
     for loss_id in (0, 1):
-        session.backward(
-            cast(session, model, 2e37 / 2), loss_id=loss_id
-        )  # 1.6e38 each when scaled: their sum is still finite
+        session.backward(cast(session, model, 1e37), loss_id=loss_id)  # scaled, 1.6e38 each: their sum is still finite
     session.update()
     assert (session.updates, session.skipped) == (1, 0)
     for loss_id in (0, 1):
@@ -737,9 +687,7 @@ def test_unscaling_to_inspect_gradients_changes_nothing(policy: str, settings: d
     accumulate = settings.get("accumulate", 1)
     for number, (x, y) in enumerate(batches(10), 1):
         for session, model in ((first, plain), (second, looked)):
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.backward(loss)
+            session.backward(loss_of(session, model, (x, y)))
             if number % accumulate == 0:
                 if session is second:
                     session.unscale()
@@ -751,9 +699,7 @@ def test_unscaling_to_inspect_gradients_changes_nothing(policy: str, settings: d
 
 def test_unscaled_gradients_are_the_true_ones_and_may_be_changed() -> None:
     session, model = small("fp16", lr=1.0, accumulate=4)
-    (x, y), *_ = batches(1)
-    with session.autocast():
-        loss = F.cross_entropy(model(x), y)
+    loss = loss_of(session, model, batches(1)[0])
     wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     session.backward(loss)
     session.unscale()
@@ -768,8 +714,7 @@ def test_unscaled_gradients_are_the_true_ones_and_may_be_changed() -> None:
 
 
 def test_clipping_after_unscale_is_by_the_changed_gradients() -> None:
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16", clip_norm=1.0)
+    session, model = line("fp16", clip_norm=1.0)
     session.backward(cast(session, model, 0.1))
     session.unscale()
     assert model.weight.grad is not None
@@ -811,18 +756,18 @@ def resumable(policy: str, name: str, seed: int) -> tuple[Session, nn.Module]:
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("policy", EVERY_POLICY)
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [*((p, "mezzo AdamW") for p in EVERY_POLICY), *((p, n) for p in EVERY_POLICY[-2:] for n in OURS)],
+)
 def test_training_resumes_from_a_file_to_the_bit(policy: str, name: str) -> None:
     session, model = resumable(policy, name, seed=0)
     data = batches(12)
     train(session, model, data[:7])
-    saved = io.BytesIO()
-    torch.save(session.state_dict(), saved)
-    saved.seek(0)
+    saved = through_a_file(session.state_dict())
     train(session, model, data[7:])
     other, copied = resumable(policy, name, seed=1)
-    other.load_state_dict(torch.load(saved, weights_only=True))
+    other.load_state_dict(saved)
     train(other, copied, data[7:])
     assert same_bits(state_bits(session), state_bits(other))
     assert same_bits(parameters(model), parameters(copied))
@@ -849,8 +794,13 @@ def test_a_saved_state_is_fp32_and_plain() -> None:
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
 @pytest.mark.parametrize("name", ["torch AdamW", "mezzo AdamW"])
-@pytest.mark.parametrize("after", EVERY_POLICY)
-@pytest.mark.parametrize("before", ["fp32", "fp16", "bf16-master", "fp16-master", "fp16:loss_scale=static"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(("fp16", after) for after in EVERY_POLICY),
+        *((before, "fp16-master") for before in ("fp32", "bf16-master", "fp16-master", "fp16:loss_scale=static")),
+    ],
+)
 def test_a_state_loads_under_another_policy(before: str, after: str, name: str) -> None:
     session, model = resumable(before, name, seed=0)
     train(session, model, batches(4))
@@ -897,7 +847,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ["torch AdamW", "mezzo SGD"])
 @pytest.mark.parametrize("policy", PRESETS)
 def test_tied_weights_stay_tied_and_follow_fp32(policy: str, name: str) -> None:
     tokens, targets = torch.tensor([0, 3, 5]), torch.tensor([1, 1, 6])
@@ -922,7 +872,7 @@ def test_tied_weights_stay_tied_and_follow_fp32(policy: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ["torch SGD", "mezzo AdamW"])
 @pytest.mark.parametrize("policy", PRESETS)
 def test_frozen_parameters_stay(policy: str, name: str) -> None:
     model = mlp(6, 8, 3)
@@ -952,14 +902,10 @@ def test_the_models_weights_are_their_masters_rounded(policy: str, name: str) ->
             assert not torch.equal(parameter.float(), masters[key])
 
 
-def ones(policy: str) -> tuple[Session, nn.Module]:
+def test_bf16_pure_warns_when_updates_are_lost() -> None:
     model = nn.Linear(16, 16, bias=False)
     nn.init.ones_(model.weight)
-    return Session(model, AdamW(model.parameters(), lr=1e-4, weight_decay=0.0), policy=policy), model
-
-
-def test_bf16_pure_warns_when_updates_are_lost() -> None:
-    session, model = ones("bf16-pure")
+    session = Session(model, AdamW(model.parameters(), lr=1e-4, weight_decay=0.0), policy="bf16-pure")
     x = randn(4, 16)
 
     def run() -> None:
@@ -977,21 +923,6 @@ def test_bf16_pure_warns_when_updates_are_lost() -> None:
     assert torch.equal(model.weight, torch.ones(16, 16, dtype=BF16))
 
 
-@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master", "fp32"])
-def test_with_masters_every_weight_moves(policy: str) -> None:
-    session, model = ones(policy)
-    x = randn(4, 16)
-    for _ in range(100):
-        with session.autocast():
-            loss = model(x).square().mean()
-        session.step(loss)
-    weights = session.state_dict()["models"][0]["weight"]
-    assert (weights != 1.0).all()
-    moved = (weights - 1.0).abs()
-    assert 5e-3 < moved.mean() < 1.1e-2  # a hundred steps of about 1e-4
-    assert (model.weight != 1.0).float().mean() > 0.9
-
-
 def test_large_updates_of_pure_weights_do_not_warn() -> None:
     session, model = small("bf16-pure", lr=0.5)
     train(session, model, batches(2))
@@ -1000,8 +931,7 @@ def test_large_updates_of_pure_weights_do_not_warn() -> None:
 
 def test_gradients_of_16_bit_weights_reach_the_masters_in_full() -> None:
     """An FP16 gradient of 2**-20 times the scale is far above FP16's floor; unscaled in FP16 it would round to steps of 2**-24."""
-    model = Line()
-    session = Session(model, SGD(model.parameters(), lr=1.0), policy="fp16-master")
+    session, model = line("fp16-master")
     slope = 2.0**-30
     session.step(model(1.0) * slope)
     assert session.state_dict()["models"][0]["weight"].tolist() == [-slope] * 2
@@ -1022,8 +952,7 @@ def no_calls(wanted: Callable[[Session, nn.Module], Any]) -> Callable[[], Any]:
 def after_backward(wanted: Callable[[Session, Tensor], Any], **settings: Any) -> Callable[[], Any]:
     def run() -> Any:
         session, model = small(**settings)
-        x, y = batches(1)[0]
-        loss = F.cross_entropy(cast(session, model, x), y)
+        loss = loss_of(session, model, batches(1)[0])
         session.backward(loss, retain_graph=True)
         return wanted(session, loss)
 
@@ -1051,27 +980,18 @@ def update_twice(session: Session, _: Tensor) -> None:
 
 def shared_parameter() -> Session:
     model = mlp(6, 3)
-    optimizers = [SGD(model.parameters(), lr=0.1), SGD([model[0].bias], lr=0.1)]
-    return Session(model, optimizers)
+    return Session(model, [SGD(model.parameters(), lr=0.1), SGD([model[0].bias], lr=0.1)])
 
 
-def with_optimizer(make: Callable[[nn.Module], Optimizer]) -> Callable[[], Session]:
-    def run() -> Session:
-        model = mlp(6, 3)
-        return Session(model, make(model))
-
-    return run
+def lbfgs() -> Session:
+    model = mlp(6, 3)
+    return Session(model, torch.optim.LBFGS(model.parameters()))
 
 
 def plateau() -> Session:
     model = mlp(6, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     return Session(model, optimizer, scheduler=ReduceLROnPlateau(optimizer))
-
-
-def half_model() -> Session:
-    model = mlp(6, 3).half()
-    return Session(model, SGD(model.parameters(), lr=0.1))
 
 
 def foreign(session: Session, _: Tensor) -> None:
@@ -1087,236 +1007,108 @@ def different_weights(session: Session, loss: Tensor) -> None:
 def unscale_half() -> None:
     model = mlp(6, 3)
     session = Session(model, mezzo.SGD(model.parameters()), policy="fp16-master")
-    session.backward(model(randn(2, 6)).mean())
+    session.backward(model(X).mean())
     session.unscale()
 
 
 def infinite(session: Session, model: nn.Module) -> None:
-    session.step(model(randn(2, 6) * math.inf).mean())
+    session.step(model(X * math.inf).mean())
 
 
+WHOLE, ABOVE = "allowed: a whole number of 1 or more", "allowed: a number above 0, or None"
+CLIP_HINT = "leave clip_{} out to train without clipping"
+LBFGS = "LBFGS evaluates the loss several times per update through a closure; a session has one backward pass"
+NO_BACKWARD = "{}() without a backward pass since the last update"
 UPDATE_HINT = (
     "call step(loss) or backward(loss) first; to update several optimizers from one backward pass "
     "call update() or update(first, second) once"
 )
-WHOLE = "a whole number of 1 or more"
-ABOVE = "a number above 0, or None"
+LOSS = "backward() got {}; a loss is one number that depends on the model"
 LOSS_HINT = "pass the mean loss of the micro-batch, computed from the model's output"
 GRAPH_HINT = "compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
+FINITE_HINT = "no loss scale can help: check the data and the forward pass, and compare with policy fp32"
 WEIGHT_HINT = "pass the number of samples or tokens that the loss is the mean of"
-
-WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
-    "accumulate 0": (
-        build(accumulate=0),
-        SessionError,
-        f"accumulate=0; allowed: {WHOLE}",
-        "leave accumulate out for the default, 1",
-    ),
-    "accumulate 1.5": (
-        build(accumulate=1.5),
-        SessionError,
-        f"accumulate=1.5; allowed: {WHOLE}",
-        "leave accumulate out for the default, 1",
-    ),
-    "accumulate True": (
-        build(accumulate=True),
-        SessionError,
-        f"accumulate=True; allowed: {WHOLE}",
-        "leave accumulate out for the default, 1",
-    ),
-    "clip_norm True": (
-        build(clip_norm=True),
-        SessionError,
-        f"clip_norm=True; allowed: {ABOVE}",
-        "leave clip_norm out to train without clipping",
-    ),
-    "num_losses 0": (
-        build(num_losses=0),
-        SessionError,
-        f"num_losses=0; allowed: {WHOLE}",
-        "leave num_losses out for the default, 1",
-    ),
-    "clip_norm 0": (
-        build(clip_norm=0),
-        SessionError,
-        f"clip_norm=0; allowed: {ABOVE}",
-        "leave clip_norm out to train without clipping",
-    ),
-    "clip_norm nan": (
-        build(clip_norm=math.nan),
-        SessionError,
-        f"clip_norm=nan; allowed: {ABOVE}",
-        "leave clip_norm out to train without clipping",
-    ),
-    "clip_value -1": (
-        build(clip_value=-1.0),
-        SessionError,
-        f"clip_value=-1.0; allowed: {ABOVE}",
-        "leave clip_value out to train without clipping",
-    ),
-    "unknown policy": (
-        build(policy="fp61"),
-        PolicyError,
-        "unknown policy 'fp61'; did you mean fp16",
-        "name a preset, another library's name for it, or a .toml policy file",
-    ),
-    "unknown module": (
-        build(policy="fp16:fp32_modules=head"),
-        PolicyError,
-        "no module is named 'head'; allowed: 0, 1, 2",
-        "patterns match whole names as model.named_modules() gives them, with * and ?",
-    ),
-    "parameter in two optimizers": (
+ID_HINT = "build the session with num_losses as large as the number of losses"
+NAMES_HINT = "patterns match whole names as model.named_modules() gives them, with * and ?"
+WRONG: list[tuple[Callable[[], Any], str, str]] = [
+    *((build(accumulate=n), f"accumulate={n}; {WHOLE}", "leave accumulate out for the default, 1") for n in (0, 1.5, True)),
+    *((build(clip_norm=x), f"clip_norm={x}; {ABOVE}", CLIP_HINT.format("norm")) for x in (True, 0, math.nan)),
+    (build(clip_value=-1.0), f"clip_value=-1.0; {ABOVE}", CLIP_HINT.format("value")),
+    (build(num_losses=0), f"num_losses=0; {WHOLE}", "leave num_losses out for the default, 1"),
+    (build(policy="fp16:fp32_modules=head"), "no module is named 'head'; allowed: 0, 1, 2", NAMES_HINT),
+    (
         shared_parameter,
-        SessionError,
         "optimizers 0 and 1 share a parameter of shape (3,)",
         "give every parameter to one optimizer: it would be updated twice",
     ),
-    "a model without parameters": (
+    (
         lambda: Session(nn.ReLU(), SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
-        SessionError,
         "the model has no parameters; allowed: a module, or several, with at least one",
         "pass the module whose parameters the optimizer has",
     ),
-    "LBFGS": (
-        with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())),
-        SessionError,
-        "LBFGS evaluates the loss several times per update through a closure; a session has one backward pass",
-        "train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
-    ),
-    "ReduceLROnPlateau": (
+    (lbfgs, LBFGS, "train with LBFGS in FP32, or run the script under mezzo run, which handles closures"),
+    (
         plateau,
-        SessionError,
         "ReduceLROnPlateau steps on a metric that the session does not know",
         "leave it out of the session and call scheduler.step(metric) yourself",
     ),
-    "half model": (
-        half_model,
-        SessionError,
-        "parameter '0.weight' is torch.float16, and policy fp16 keeps weights in FP32",
-        "leave the model in FP32; policies ending in -master and -pure cast it themselves",
-    ),
-    "unscale first": (
-        no_calls(lambda s, m: s.unscale()),
-        SessionError,
-        "unscale() without a backward pass since the last update",
-        "call step(loss) or backward(loss) first",
-    ),
-    "unscale twice": (
+    (no_calls(lambda s, m: s.unscale()), NO_BACKWARD.format("unscale"), "call step(loss) or backward(loss) first"),
+    (
         after_backward(twice),
-        SessionError,
         "unscale() was already called since the last update",
         "call it once per window; unscaling twice would divide the gradients twice",
     ),
-    "unscale of 16-bit gradients": (
+    (
         unscale_half,
-        SessionError,
         "unscale() with gradients in 16 bits, which one-pass optimizers read as they are",
         "use clip_norm, or torch's optimizer, whose masters get FP32 gradients",
     ),
-    "backward after unscale": (
+    (
         after_backward(backward_after_unscale),
-        SessionError,
         "backward() after unscale(): scaled gradients would be added to unscaled ones",
         "call update() first",
     ),
-    "update first": (
-        no_calls(lambda s, m: s.update()),
-        SessionError,
-        "update() without a backward pass since the last update",
-        UPDATE_HINT,
-    ),
-    "update twice": (
-        after_backward(update_twice),
-        SessionError,
-        "update() without a backward pass since the last update",
-        UPDATE_HINT,
-    ),
-    "update of a foreign optimizer": (
+    (no_calls(lambda s, m: s.update()), NO_BACKWARD.format("update"), UPDATE_HINT),
+    (after_backward(update_twice), NO_BACKWARD.format("update"), UPDATE_HINT),
+    (
         after_backward(foreign),
-        SessionError,
         "update() got AdamW, which is not one of this session's 1 optimizers",
         "pass optimizers that the session was built with, or none to update all",
     ),
-    "state of an open window": (
+    (
         after_backward(lambda s, loss: s.state_dict(), accumulate=4),
-        SessionError,
         "state_dict() after 1 backward passes of an open window",
         "call update() first: gradients of an open window are not saved",
     ),
-    "loss with dimensions": (
-        no_calls(lambda s, m: s.step(m(randn(2, 6)))),
-        SessionError,
-        "backward() got a tensor of shape (2, 3) with requires_grad=True; a loss is one number that depends on the model",
-        LOSS_HINT,
-    ),
-    "loss without a graph": (
-        no_calls(lambda s, m: s.step(m(randn(2, 6)).mean().detach())),
-        SessionError,
-        "backward() got a tensor of shape () with requires_grad=False; a loss is one number that depends on the model",
+    (no_calls(lambda s, m: s.step(m(X))), LOSS.format("a tensor of shape (2, 3) with requires_grad=True"), LOSS_HINT),
+    (
+        no_calls(lambda s, m: s.step(m(X).mean().detach())),
+        LOSS.format("a tensor of shape () with requires_grad=False"),
         GRAPH_HINT,
     ),
-    "loss that is a float": (
-        no_calls(lambda s, m: s.step(1.5)),  # type: ignore[arg-type]
-        SessionError,
-        "backward() got 1.5; a loss is one number that depends on the model",
-        LOSS_HINT,
-    ),
-    "first loss is nan": (
-        no_calls(infinite),
-        NonFiniteLossError,
-        "the loss is nan before the first update",
-        "no loss scale can help: check the data and the forward pass, and compare with policy fp32",
-    ),
-    "first loss is infinite": (
-        no_calls(lambda s, m: s.step(m(randn(2, 6)).mean() + math.inf)),
-        NonFiniteLossError,
-        "the loss is inf before the first update",
-        "no loss scale can help: check the data and the forward pass, and compare with policy fp32",
-    ),
-    "weight 0": (
-        after_backward(lambda s, loss: s.backward(loss, weight=0)),
-        SessionError,
-        "weight=0; allowed: a number above 0",
-        WEIGHT_HINT,
-    ),
-    "weight nan": (
-        after_backward(lambda s, loss: s.backward(loss, weight=math.nan)),
-        SessionError,
-        "weight=nan; allowed: a number above 0",
-        WEIGHT_HINT,
-    ),
-    "loss_id 1 of 1": (
-        after_backward(lambda s, loss: s.backward(loss, loss_id=1)),
-        SessionError,
-        "loss_id=1; allowed: 0 to 0",
-        "build the session with num_losses as large as the number of losses",
-    ),
-    "loss_id -1": (
-        after_backward(lambda s, loss: s.backward(loss, loss_id=-1), num_losses=3),
-        SessionError,
-        "loss_id=-1; allowed: 0 to 2",
-        "build the session with num_losses as large as the number of losses",
-    ),
-    "losses of different weights": (
+    (no_calls(lambda s, m: s.step(1.5)), LOSS.format("1.5"), LOSS_HINT),  # type: ignore[arg-type]
+    (no_calls(infinite), "the loss is nan before the first update", FINITE_HINT),
+    (no_calls(lambda s, m: s.step(m(X).mean() + math.inf)), "the loss is inf before the first update", FINITE_HINT),
+    (after_backward(lambda s, loss: s.backward(loss, weight=0)), "weight=0; allowed: a number above 0", WEIGHT_HINT),
+    (after_backward(lambda s, loss: s.backward(loss, weight=math.nan)), "weight=nan; allowed: a number above 0", WEIGHT_HINT),
+    (after_backward(lambda s, loss: s.backward(loss, loss_id=1)), "loss_id=1; allowed: 0 to 0", ID_HINT),
+    (after_backward(lambda s, loss: s.backward(loss, loss_id=-1), num_losses=3), "loss_id=-1; allowed: 0 to 2", ID_HINT),
+    (
         after_backward(different_weights, accumulate=2, num_losses=2),
-        SessionError,
         "the losses of this window have different total weights (loss 0: 0.5, loss 1: 2 of a full window)",
         "give every loss of a micro-batch that micro-batch's weight",
     ),
-}
+]  # fmt: skip
+KINDS = {"the loss is": NonFiniteLossError, "no module is": PolicyError}
+"""What is raised where it is no SessionError, by the message's beginning."""
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name: str) -> None:
-    run, error, message, hint = WRONG[name]
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize(("run", "message", "hint"), WRONG, ids=[message for _, message, _ in WRONG])
+def test_wrong_calls(run: Callable[[], Any], message: str, hint: str) -> None:
+    with pytest.raises(MezzoError) as caught:
         run()
-    if name == "unknown policy":
-        assert caught.value.message.startswith(message)
-    else:
-        assert caught.value.message == message
-    assert caught.value.hint == hint
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+    assert type(caught.value) is next((kind for text, kind in KINDS.items() if message.startswith(text)), SessionError)
 
 
 def test_a_loss_that_is_not_finite_later_is_left_to_the_scale() -> None:
@@ -1324,10 +1116,3 @@ def test_a_loss_that_is_not_finite_later_is_left_to_the_scale() -> None:
     train(session, model, batches(1))
     infinite(session, model)
     assert (session.updates, session.skipped) == (1, 1)
-
-
-def test_explain_says_how() -> None:
-    session, _ = small("fp16:op_lists=device")
-    choices = {c.what: (c.value, c.reason) for c in session.explain()}
-    assert choices["casting"] == ("kernels", "the policy asks for the device's own lists")
-    assert choices["update"] == ("optimizers' own step", "not all optimizers are mezzo.AdamW or mezzo.SGD")

@@ -73,7 +73,7 @@ def operations(policy: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 @pytest.mark.parametrize(("policy", "most"), [("bf16", 6), ("bf16-master", 6), ("fp16", 18), ("fp16-master", 18)])
-def test_operations_of_an_update_do_not_grow_with_the_model(
+def test_an_update_has_no_more_operations_in_a_large_model(
     monkeypatch: pytest.MonkeyPatch, policy: str, most: int
 ) -> None:
     few, many = (operations(policy, layers, monkeypatch) for layers in (2, 20))

@@ -94,11 +94,7 @@ def test_one_launch_squares_the_gradients_of_one_device_and_format(monkeypatch: 
     monkeypatch.setattr(gpu, "on", lambda device: nullcontext())
     first, second = on("cuda:0", "cuda:1")
     found = gpu.sum_of_squares([first, second, first.half(), second, first])
-    assert launched == [
-        ["cuda:0 torch.float32"] * 2,
-        ["cuda:1 torch.float32"] * 2,
-        ["cuda:0 torch.float16"],
-    ]
+    assert launched == [["cuda:0 torch.float32"] * 2, ["cuda:1 torch.float32"] * 2, ["cuda:0 torch.float16"]]
     assert found.device == torch.device("cuda:0")
 
 

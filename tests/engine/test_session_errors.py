@@ -51,13 +51,32 @@ MODEL = "model is {}; allowed: a torch.nn.Module, or several"
 OUTPUT = "pass the module whose output the loss is computed from"
 SCHEDULER = "scheduler is {}; allowed: a learning rate scheduler, or several"
 FACTOR = "build one: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_update)"
-ORDER = "build the optimizer from the parameters of the model that you pass to the session, after the model was copied or sharded; "
+ORDER = (
+    "build the optimizer from the parameters of the model that you pass to the session, after the model was copied or sharded; "
+    "pass several models as a list"
+)
 EPS = (
     "{} keeps its state in torch.float16 under policy {}, and eps={} is 0 there: where a squared gradient underflows, 0 is divided by 0 "
     "and the weights become NaN"
 )
 EPS_HINT = "use mezzo.AdamW, whose moments are FP32, or policy fp16-master; or pass eps=1e-4"
 HALF_HINT = "leave the model in FP32; policies ending in -master and -pure cast it themselves"
+
+
+MANY = "{} has 4 parameters, none of which is the model's"
+CLIP = "clip_norm='1.0'; allowed: a number above 0, or None"
+KEEPS = "parameter '0.weight' is torch.{}, and policy {} keeps weights in FP32"
+CASTS = "parameter '0.weight' is torch.bfloat16, and policy fp16-master casts weights from FP32 to torch.float16"
+CASTS_HINT = "call model.float() before the optimizer is built, or choose the policy of the model's format"
+EPSES = [
+    (torch.optim.Adam, {}, "1e-08"),
+    (torch.optim.AdamW, {}, "1e-08"),
+    (torch.optim.AdamW, {"fused": True}, "1e-08"),
+    (torch.optim.NAdam, {}, "1e-08"),
+    (torch.optim.RMSprop, {}, "1e-08"),
+    (torch.optim.Adagrad, {}, "1e-10"),
+    (torch.optim.Adamax, {"eps": 2.9e-8}, "2.9e-08"),
+]
 
 
 def with_model(make: Callable[[nn.Module], Any], policy: str = "fp16", **settings: Any) -> Callable[[], Session]:
@@ -74,6 +93,16 @@ def of(change: Callable[[nn.Module], nn.Module], policy: str) -> Callable[[], Se
         return Session(model, sgd(model), policy=policy)
 
     return run
+
+
+def model_of(change: Callable[[nn.Module], Any]) -> Session:
+    model = mlp(6, 3)
+    return Session(change(model), sgd(model))
+
+
+def swapped() -> Session:
+    model = mlp(6, 3)
+    return Session(sgd(model), model)  # type: ignore[arg-type]
 
 
 def other_scheduler() -> Session:
@@ -94,34 +123,18 @@ def second_optimizer_elsewhere() -> Session:
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "parameters": (with_model(lambda m: m.parameters()), OPTIMIZER.format("the model's parameters"), BUILD),
-    "a list of parameters": (
-        with_model(lambda m: list(m.parameters())),
-        OPTIMIZER.format("the model's parameters"),
-        BUILD,
-    ),
+    "a list of them": (with_model(lambda m: list(m.parameters())), OPTIMIZER.format("the model's parameters"), BUILD),
     "named parameters": (with_model(lambda m: m.named_parameters()), OPTIMIZER.format("of type tuple"), BUILD),
     "a class": (with_model(lambda m: SGD), OPTIMIZER.format("the class SGD"), BUILD),
     "None": (with_model(lambda m: None), OPTIMIZER.format("None"), BUILD),
     "no optimizer": (with_model(lambda m: []), OPTIMIZER.format("an empty list"), BUILD),
     "a rate": (with_model(lambda m: 1e-3), OPTIMIZER.format("of type float"), BUILD),
-    "swapped": (
-        lambda: Session(sgd(m := mlp(6, 3)), m),  # type: ignore[arg-type]
-        MODEL.format("of type SGD"),
-        "write Session(model, optimizer)",
-    ),
-    "parameters for the model": (
-        lambda: Session((m := mlp(6, 3)).parameters(), sgd(m)),  # type: ignore[arg-type]
-        MODEL.format("of type Parameter"),
-        OUTPUT,
-    ),
-    "a class for the model": (
-        lambda: Session(nn.Linear, sgd(mlp(6, 3))),  # type: ignore[arg-type]
-        MODEL.format("the class Linear"),
-        OUTPUT,
-    ),
+    "swapped": (swapped, MODEL.format("of type SGD"), "write Session(model, optimizer)"),
+    "parameters for the model": (lambda: model_of(lambda m: m.parameters()), MODEL.format("of type Parameter"), OUTPUT),
+    "a class for the model": (lambda: model_of(lambda m: nn.Linear), MODEL.format("the class Linear"), OUTPUT),
     "a function for the scheduler": (
-        with_model(sgd, scheduler=lambda epoch: 0.5),
-        SCHEDULER.format("of type function"),
+        with_model(sgd, scheduler=max),
+        SCHEDULER.format("of type builtin_function_or_method"),
         FACTOR,
     ),
     "a class for the scheduler": (with_model(sgd, scheduler=StepLR), SCHEDULER.format("the class StepLR"), FACTOR),
@@ -130,61 +143,21 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "scheduler StepLR belongs to another SGD than the session's",
         "build the scheduler from the optimizer that you pass to the session; this one would never be stepped",
     ),
-    "an optimizer of another model": (
-        with_model(lambda m: sgd(mlp(6, 8, 3))),
-        "SGD has 4 parameters, none of which is the model's",
-        f"{ORDER}pass several models as a list",
-    ),
-    "a model copied after": (
-        copied_first,
-        "SGD has 2 parameters, none of which is the model's",
-        f"{ORDER}pass several models as a list",
-    ),
-    "one of two optimizers elsewhere": (
-        second_optimizer_elsewhere,
-        "AdamW has 4 parameters, none of which is the model's",
-        f"{ORDER}pass several models as a list",
-    ),
-    "clip_norm text": (
-        with_model(sgd, clip_norm="1.0"),
-        "clip_norm='1.0'; allowed: a number above 0, or None",
-        "leave clip_norm out to train without clipping",
-    ),
-    "half under fp16": (
-        of(lambda m: m.half(), "fp16"),
-        "parameter '0.weight' is torch.float16, and policy fp16 keeps weights in FP32",
-        HALF_HINT,
-    ),
-    "half under fp32": (
-        of(lambda m: m.half(), "fp32"),
-        "parameter '0.weight' is torch.float16, and policy fp32 keeps weights in FP32",
-        HALF_HINT,
-    ),
-    "bf16 under tf32": (
-        of(lambda m: m.bfloat16(), "tf32"),
-        "parameter '0.weight' is torch.bfloat16, and policy tf32 keeps weights in FP32",
-        HALF_HINT,
-    ),
-    "bf16 under fp16-master": (
-        of(lambda m: m.bfloat16(), "fp16-master"),
-        "parameter '0.weight' is torch.bfloat16, and policy fp16-master casts weights from FP32 to torch.float16",
-        "call model.float() before the optimizer is built, or choose the policy of the model's format",
-    ),
+    "an optimizer of another model": (with_model(lambda m: sgd(mlp(6, 8, 3))), MANY.format("SGD"), ORDER),
+    "a model copied after": (copied_first, "SGD has 2 parameters, none of which is the model's", ORDER),
+    "one of two optimizers elsewhere": (second_optimizer_elsewhere, MANY.format("AdamW"), ORDER),
+    "clip_norm text": (with_model(sgd, clip_norm="1.0"), CLIP, "leave clip_norm out to train without clipping"),
+    "half under fp16": (of(lambda m: m.half(), "fp16"), KEEPS.format("float16", "fp16"), HALF_HINT),
+    "half under fp32": (of(lambda m: m.half(), "fp32"), KEEPS.format("float16", "fp32"), HALF_HINT),
+    "bf16 under tf32": (of(lambda m: m.bfloat16(), "tf32"), KEEPS.format("bfloat16", "tf32"), HALF_HINT),
+    "bf16 under fp16-master": (of(lambda m: m.bfloat16(), "fp16-master"), CASTS, CASTS_HINT),
     **{
-        f"{kind.__name__} under fp16-pure": (
+        f"{kind.__name__} under fp16-pure, {more}": (
             with_model(lambda m, k=kind, more=more: k(m.parameters(), **more), "fp16-pure"),  # type: ignore[misc]
             EPS.format(kind.__name__, "fp16-pure", eps),
             EPS_HINT,
         )
-        for kind, more, eps in (
-            (torch.optim.Adam, {}, "1e-08"),
-            (torch.optim.AdamW, {}, "1e-08"),
-            (torch.optim.AdamW, {"fused": True}, "1e-08"),
-            (torch.optim.NAdam, {}, "1e-08"),
-            (torch.optim.RMSprop, {}, "1e-08"),
-            (torch.optim.Adagrad, {}, "1e-10"),
-            (torch.optim.Adamax, {"eps": 2.9e-8}, "2.9e-08"),
-        )
+        for kind, more, eps in EPSES
     },
 }
 
@@ -225,10 +198,7 @@ def test_the_usual_eps_is_right_elsewhere(policy: str) -> None:
 
 
 def test_what_the_hint_of_eps_says_trains() -> None:
-    for build in (
-        lambda p: mezzo.AdamW(p, lr=1e-2),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
-    ):
+    for build in (lambda p: mezzo.AdamW(p, lr=1e-2), lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4)):
         model = mlp(6, 8, 3)
         session = Session(model, build(model.parameters()), policy="fp16-pure")
         first = loss_of(session, model).item()
@@ -237,6 +207,14 @@ def test_what_the_hint_of_eps_says_trains() -> None:
 
 
 # --- warned of ---------------------------------------------------------------------------------------------------------------
+
+
+def scheduled(kind: Any, *factors: Any, policy: str = "bf16", held: bool = True) -> tuple[Session, nn.Module, Any]:
+    """Return a session and a scheduler, which the session steps if it is ``held``."""
+    model = mlp(6, 8, 3)
+    optimizer = sgd(model)
+    scheduler = kind(optimizer, *factors)
+    return Session(model, optimizer, policy=policy, scheduler=scheduler if held else None), model, scheduler
 
 
 def layers_replaced() -> None:
@@ -259,9 +237,9 @@ def only_evaluated_under_autocast() -> None:
     session.step(model(X).square().mean())
 
 
-def outer_autocast() -> None:
-    session, model = built()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def outer_autocast(policy: str, dtype: torch.dtype) -> None:
+    session, model = built(policy)
+    with torch.autocast("cpu", dtype=dtype):
         loss = loss_of(session, model)
     session.step(loss)
 
@@ -276,13 +254,6 @@ def inner_autocast(policy: str = "fp16") -> Callable[[], None]:
         assert not any(m._forward_pre_hooks for m in model.modules())
 
     return run
-
-
-def outer_autocast_of_fp32() -> None:
-    session, model = built("fp32")
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = loss_of(session, model)
-    session.step(loss)
 
 
 def divided(how: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -317,20 +288,14 @@ def zeroed_in_the_window() -> None:
 
 
 def stepped_twice() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = ExponentialLR(optimizer, 0.9)
-    session = Session(model, optimizer, policy="bf16", scheduler=scheduler)
+    session, model, scheduler = scheduled(ExponentialLR, 0.9)
     for _ in range(6):
         train(session, model, 1)
         scheduler.step()
 
 
 def stepped_by_hand_on_skips() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = ExponentialLR(optimizer, 0.9)
-    session = Session(model, optimizer, policy="fp16:init_scale=16777216")
+    session, model, scheduler = scheduled(ExponentialLR, 0.9, policy="fp16:init_scale=16777216", held=False)
     for _ in range(3):
         session.step(spoil(loss_of(session, model)))
         scheduler.step()
@@ -367,10 +332,10 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "no autocast": (no_autocast, OUTSIDE.format("fp16")),
     "no autocast, bf16": (lambda: no_autocast("bf16:op_lists=device"), OUTSIDE.format("bf16:op_lists=device")),
     "only evaluated under autocast": (only_evaluated_under_autocast, OUTSIDE.format("fp16")),
-    "autocast of another format around": (outer_autocast, OUTER.format("torch.bfloat16", "fp16")),
+    "another format around": (lambda: outer_autocast("fp16", torch.bfloat16), OUTER.format("torch.bfloat16", "fp16")),
     "autocast of another format inside": (inner_autocast(), OUTER.format("torch.bfloat16", "fp16")),
     "autocast inside fp32": (inner_autocast("fp32"), OUTER.format("torch.bfloat16", "fp32")),
-    "autocast around fp32": (outer_autocast_of_fp32, OUTER.format("torch.float16", "fp32")),
+    "autocast around fp32": (lambda: outer_autocast("fp32", torch.float16), OUTER.format("torch.float16", "fp32")),
     "divided": (divided(lambda loss: loss / 4), DIVIDED),
     "divided in place": (divided(lambda loss: loss.div_(4.0)), DIVIDED),
     "multiplied by a quarter": (divided(lambda loss: 0.25 * loss), DIVIDED),
@@ -405,16 +370,10 @@ def test_what_is_warned_of(name: str) -> None:
 # --- loops that are refused ------------------------------------------------------------------------------------------------------
 
 
-def backward_inside(policy: str = "fp16") -> None:
+def backward_inside(policy: str = "fp16", count: int = 1) -> None:
     session, model = built(policy)
     with session.autocast():
-        session.step(model(X).float().square().mean())
-
-
-def loop_inside() -> None:
-    session, model = built()
-    with session.autocast():
-        for _ in range(3):
+        for _ in range(count):
             session.step(model(X).float().square().mean())
 
 
@@ -440,18 +399,14 @@ def one_update_of_the_other_player() -> None:
     session.update(optimizers[1])
 
 
-def gradients_dropped() -> None:
-    session, model = built(accumulate=3)
-    for _ in range(3):
-        train(session, model, 1)
-        session.optimizers[0].zero_grad()
+def in_the_window(act: Callable[[torch.optim.Optimizer], Any]) -> Callable[[], None]:
+    def run() -> None:
+        session, model = built(accumulate=3)
+        for _ in range(3):
+            train(session, model, 1)
+            act(session.optimizers[0])
 
-
-def stepped_in_the_window() -> None:
-    session, model = built(accumulate=3)
-    for _ in range(3):
-        train(session, model, 1)
-        session.optimizers[0].step()
+    return run
 
 
 def old_loop_with_backward() -> None:
@@ -518,28 +473,19 @@ def moved() -> None:
     session.step(loss)
 
 
-def layer_replaced() -> None:
-    session, model = built()
-    model[2] = nn.Linear(8, 3)
-    train(session, model)
+def changed(change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a training of a model that was changed after its session was built."""
+
+    def run() -> None:
+        session, model = built()
+        change(model)
+        train(session, model)
+
+    return run
 
 
-def assigned() -> None:
-    session, model = built()
+def assigned(model: nn.Module) -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    train(session, model)
-
-
-def layer_taken_out() -> None:
-    session, model = built()
-    model[2] = nn.Identity()
-    train(session, model)
-
-
-def frozen() -> None:
-    session, model = built()
-    model.requires_grad_(False)
-    train(session, model)
 
 
 BLOCK = (
@@ -576,6 +522,16 @@ COPY = (
     "a session was copied or pickled; allowed: its state",
     "copy the model, build its optimizer and a new session, then new.load_state_dict(session.state_dict())",
 )
+MOVED = (
+    "the model is on cpu, and was on meta when the session was built",
+    "move the model first, then build optimizer and session",
+)
+CHANGED_WEIGHTS = ("weights were changed between two backward passes of a window", REMOVE)
+NARROW = "weights of shape (8, 6) are torch.{}, and were torch.float32 when the session was built"
+NO_GRAPH = (
+    "backward() got a tensor of shape () with requires_grad=False; a loss is one number that depends on the model",
+    "compute it from the model's output, outside torch.no_grad(), with parameters that require gradients",
+)
 SPARSE = (
     "a gradient of shape (9, 3) is torch.sparse_coo; allowed: dense gradients",
     "build the embedding with sparse=False, or use torch.optim.SparseAdam for it",
@@ -593,48 +549,27 @@ def sparse_for_one_pass() -> None:
 LOOPS: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
     "step in the block": (backward_inside, BLOCK),
     "step in the block, CPU's own kernels": (lambda: backward_inside("bf16:op_lists=device"), BLOCK),
-    "the loop in the block": (loop_inside, BLOCK),
+    "the loop in the block": (lambda: backward_inside(count=3), BLOCK),
     "torch's GradScaler": (scaled_by(torch.amp.GradScaler), SCALED),
     "torch's GradScaler under fp32": (scaled_by(torch.amp.GradScaler, "fp32"), SCALED),
     "our GradScaler": (scaled_by(GradScaler), SCALED),
     "a loss of another model": (loss_of_another_model, NOTHING),
     "an update of what the loss does not reach": (one_update_of_the_other_player, NOTHING),
-    "zero_grad in the window": (gradients_dropped, GONE),
-    "step in the window": (
-        stepped_in_the_window,
-        ("weights were changed between two backward passes of a window", REMOVE),
-    ),
+    "zero_grad in the window": (in_the_window(lambda o: o.zero_grad()), GONE),
+    "step in the window": (in_the_window(lambda o: o.step()), CHANGED_WEIGHTS),
     "the old step after backward": (old_loop_with_backward, GONE),
     "a backward pass of one's own": (own_backward, (LEFT[0].format((8, 6)), LEFT[1])),
     "two sessions of a GAN": (gan_of_two_sessions, (LEFT[0].format((3, 6)), LEFT[1])),
     "two sessions": (two_sessions, TAKEN),
     "a session of a part": (session_of_a_part, TAKEN),
-    "half before the first update": (
-        half_afterwards(0, lambda m: m.half()),
-        ("weights of shape (8, 6) are torch.float16, and were torch.float32 when the session was built", CAST_HINT),
-    ),
-    "bfloat16 later": (
-        half_afterwards(5, lambda m: m.bfloat16()),
-        ("weights of shape (8, 6) are torch.bfloat16, and were torch.float32 when the session was built", CAST_HINT),
-    ),
+    "half at first": (half_afterwards(0, lambda m: m.half()), (NARROW.format("float16"), CAST_HINT)),
+    "bfloat16 later": (half_afterwards(5, lambda m: m.bfloat16()), (NARROW.format("bfloat16"), CAST_HINT)),
     "a sparse embedding for mezzo.AdamW": (sparse_for_one_pass, SPARSE),
-    "moved": (
-        moved,
-        (
-            "the model is on cpu, and was on meta when the session was built",
-            "move the model first, then build optimizer and session",
-        ),
-    ),
-    "a layer replaced": (layer_replaced, OTHERS),
-    "a layer taken out": (layer_taken_out, OTHERS),
-    "parameters assigned": (assigned, OTHERS),
-    "a frozen model": (
-        frozen,
-        (
-            "backward() got a tensor of shape () with requires_grad=False; a loss is one number that depends on the model",
-            "compute it from the model's output, outside torch.no_grad(), with parameters that require gradients",
-        ),
-    ),
+    "moved": (moved, MOVED),
+    "a layer replaced": (changed(lambda m: m.__setitem__(2, nn.Linear(8, 3))), OTHERS),
+    "a layer taken out": (changed(lambda m: m.__setitem__(2, nn.Identity())), OTHERS),
+    "parameters assigned": (changed(assigned), OTHERS),
+    "a frozen model": (changed(lambda m: m.requires_grad_(False)), NO_GRAPH),
     "a copy": (lambda: copy.deepcopy(built()[0]), COPY),
     "a shallow copy": (lambda: copy.copy(built()[0]), COPY),
     "a pickle": (lambda: pickle.dumps(built()[0]), COPY),
@@ -711,10 +646,7 @@ def unscaled_and_clipped() -> None:
 
 
 def epoch_scheduler_by_hand() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    session = Session(model, optimizer, policy="fp16:init_scale=64")
+    session, model, scheduler = scheduled(StepLR, 1, 0.5, policy="fp16:init_scale=64", held=False)
     for _ in range(3):
         train(session, model, 4)
         session.step(spoil(loss_of(session, model)))
@@ -722,10 +654,7 @@ def epoch_scheduler_by_hand() -> None:
 
 
 def loaded_scheduler() -> None:
-    model = mlp(6, 8, 3)
-    optimizer = sgd(model)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    session = Session(model, optimizer, policy="bf16", scheduler=scheduler)
+    session, model, scheduler = scheduled(StepLR, 1, 0.5)
     train(session, model, 3)
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 40, "_step_count": 41})
     train(session, model, 3)
@@ -764,10 +693,7 @@ def several_losses_and_players() -> None:
 
 
 def same_autocast_around() -> None:
-    session, model = built()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = loss_of(session, model)
-    session.step(loss)
+    outer_autocast("fp16", torch.float16)
 
 
 def an_island_in_fp32() -> None:
@@ -805,22 +731,10 @@ def two_models_two_sessions() -> None:
 
 
 RIGHT = [
-    a_frozen_part_in_two_sessions,
-    two_models_two_sessions,
-    a_frozen_table_made_on_the_way,
-    mean_by_hand,
-    half_a_square,
-    scaled_on_purpose,
-    notebook_cell_run_again,
-    evaluation_between,
-    unscaled_and_clipped,
-    epoch_scheduler_by_hand,
-    loaded_scheduler,
-    head_only,
-    unfrozen_later,
-    several_losses_and_players,
-    same_autocast_around,
-    an_island_in_fp32,
+    *(a_frozen_part_in_two_sessions, two_models_two_sessions, a_frozen_table_made_on_the_way, mean_by_hand),
+    *(half_a_square, scaled_on_purpose, notebook_cell_run_again, evaluation_between, unscaled_and_clipped),
+    *(epoch_scheduler_by_hand, loaded_scheduler, head_only, unfrozen_later, several_losses_and_players),
+    *(same_autocast_around, an_island_in_fp32),
 ]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import Session, SessionError
-from mezzo.errors import MezzoError
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
 Y = torch.tensor([0, 1, 2, 0])
@@ -108,44 +105,6 @@ def test_another_accumulate_counts_from_the_next_window(accumulate: int, updates
         step(session, model)
 
     assert session.updates == updates
-
-
-def change_model(state: dict[str, Any]) -> None:
-    state["models"][0]["last.weight"] = torch.ones(3, 9)
-
-
-CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "another width": change_model,
-    "a weight is missing": lambda state: state["models"][0].pop("last.bias"),
-    "no groups": lambda state: state.update(optimizers=[{}]),
-    "a text": lambda state: state.update(optimizers=["x"]),
-    "no counts": lambda state: state.pop("updates"),
-    "no schedulers": lambda state: state.pop("schedulers"),
-    "a text as count": lambda state: state.update(updates="x"),
-    "scale nan": lambda state: state["scales"][0].update(scale=float("nan")),
-    "scale below 0": lambda state: state["scales"][0].update(scale=-1.0),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_state_that_does_not_fit_changes_nothing(change: str) -> None:
-    session, model = build(torch.optim.AdamW, policy="fp16")
-    for _ in range(2):
-        step(session, model)
-    state = copy.deepcopy(session.state_dict())
-    CHANGES[change](state)
-    step(session, model)
-    before, optimizer = weights(model), copy.deepcopy(session.optimizers[0].state_dict())
-
-    with pytest.raises(MezzoError):
-        session.load_state_dict(state)
-
-    assert same(weights(model), before)
-    assert (session.updates, session.loss_scale) == (3, 2.0**16)
-    after = session.optimizers[0].state_dict()
-    for number, values in optimizer["state"].items():
-        assert same([*values.values()], [*after["state"][number].values()])
-    step(session, model)  # it trains on
 
 
 def test_the_error_names_what_was_wrong() -> None:

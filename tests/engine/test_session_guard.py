@@ -149,9 +149,7 @@ def test_updates_that_arrive_with_an_alarm_and_were_made_before_the_return_cause
     assert [(rewind.updates, rewind.step) for rewind in one.guardrails.rewinds] == [(32, 33)]
 
 
-def test_after_a_return_the_next_save_is_due_a_whole_interval_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_return_a_save_is_due_an_interval_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it were saved immediately, a copy of the old snapshot would count as progress, and the next remedy would be the mildest again."""
     one, train = session(guard="rewind")
     train()

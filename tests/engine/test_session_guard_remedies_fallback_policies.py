@@ -59,9 +59,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "expected"), DEVICES)
-def test_bf16_only_where_it_is_not_slower_than_fp16(
-    device: Device, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_only_where_it_is_no_slower(device: Device, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_guard, "this_device", lambda kind: device)
     found = safer_policy(Policy.parse("fp16"), "skip storm", device.kind)
     assert not isinstance(found, str)

@@ -14,8 +14,11 @@ import mezzo
 from mezzo import Session
 from mezzo.errors import MezzoError, SessionError, SnapshotError
 
-POLICIES = ["fp32", "bf16", "fp16", "fp16-master"]
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "windows": {"accumulate": 2}, "clipped": {"clip_norm": 1.0}}
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("bf16", {}),
+    ("fp16", {"accumulate": 2}),
+    ("fp16-master", {"clip_norm": 1.0}),
+]
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
 
@@ -38,6 +41,12 @@ def loss_of(session: Session) -> Tensor:
 def train(session: Session, windows: int = 1) -> None:
     for _ in range(windows * session.accumulate):
         session.step(loss_of(session))
+
+
+def everything(session: Session) -> list[Tensor]:
+    """Return copies of the weights and of the optimizer's state, in the formats in which they are kept."""
+    states = session.optimizers[0].state.values()
+    return [t.detach().clone() for t in (*session.models[0].parameters(), *(t for s in states for t in s.values()))]
 
 
 def set_rate(session: Session, rate: float) -> None:
@@ -125,6 +134,7 @@ WRONG: dict[str, tuple[Callable[[Session], Any], type[MezzoError], str]] = {
             "no models": (lambda s: s.update(models=[]), SessionError, "the state has 0 models"),
             "no optimizers": (lambda s: s.update(optimizers=[]), SessionError, "the state has 0 optimizers"),
             "no groups": (lambda s: s.update(optimizers=[{}]), SessionError, "does not fit"),
+            "a text as optimizer": (lambda s: s.update(optimizers=["x"]), SessionError, "does not fit"),
             "no counts": (lambda s: s.pop("updates"), SessionError, "does not fit"),
             "a text as count": (lambda s: s.update(updates="x"), SessionError, "does not fit"),
             "a count below 0": (lambda s: s.update(skipped=-1), SessionError, "does not fit"),
@@ -139,31 +149,26 @@ WRONG: dict[str, tuple[Callable[[Session], Any], type[MezzoError], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:a backward pass failed")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "settings"), KINDS)
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_refused_before_anything_changes(name: str, policy: str, kind: str) -> None:
-    session = build(policy, **KINDS[kind])
+def test_a_wrong_call_is_refused_before_anything_changes(name: str, policy: str, settings: dict[str, Any]) -> None:
+    session = build(policy, **settings)
     train(session, 2)
     call, error, text = WRONG[name]
-    before = [p.detach().clone() for p in session.models[0].parameters()]
-    updates = session.updates
+    before, updates = everything(session), (session.updates, session.loss_scale)
 
     with pytest.raises(error) as caught:
         call(session)
 
     assert text in caught.value.message
     assert caught.value.hint
-    assert all(map(torch.equal, before, session.models[0].parameters()))
-    assert session.updates == updates
+    assert all(map(torch.equal, before, everything(session)))
+    assert (session.updates, session.loss_scale) == updates
 
 
-@pytest.mark.parametrize("policy", ["fp16", "fp16-master"])
-def test_a_scale_that_is_missing_is_refused(policy: str) -> None:
-    session = build(policy)
-
+def test_a_scale_that_is_missing_is_refused() -> None:
     with pytest.raises(SessionError, match=r"a loss scale of \{\}"):
-        loads(lambda state: state.update(scales=[{}]))(session)
+        loads(lambda state: state.update(scales=[{}]))(build("fp16"))
 
 
 def test_a_state_without_a_scale_loads_where_its_policy_had_none() -> None:
@@ -194,7 +199,7 @@ def inside(build: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:the model is in torch.float64")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["fp32", "fp16-master"])
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_session_that_cannot_train_is_not_built(name: str, policy: str) -> None:
     built, text = BUILDS[name]
@@ -203,9 +208,8 @@ def test_a_session_that_cannot_train_is_not_built(name: str, policy: str) -> Non
     assert text in caught.value.message
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
-def test_a_later_layer_that_was_cast_is_refused(policy: str) -> None:
-    session = build(policy)
+def test_a_later_layer_that_was_cast_is_refused() -> None:
+    session = build("bf16")
     train(session)
     session.models[0][2].half()
 
@@ -232,10 +236,10 @@ class Points:
             raise Interrupted
 
 
-def run_through(policy: str, points: Points | None, *, updates: int = 20, optimizer: Any = mezzo.AdamW) -> nn.Module:
+def run_through(policy: str, points: Points | None, *, updates: int = 10) -> nn.Module:
     """Train; each update has a point in the forward pass, two in hooks of the backward pass, and one in the update's own hook."""
     model = net()
-    opt = optimizer(model.parameters(), lr=0.01)
+    opt = mezzo.AdamW(model.parameters(), lr=0.01)
     if points is not None:
         model[0].register_forward_hook(points)
         model[2].register_full_backward_hook(points)
@@ -253,7 +257,7 @@ def run_through(policy: str, points: Points | None, *, updates: int = 20, optimi
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
-@pytest.mark.parametrize("at", range(1, 41))
+@pytest.mark.parametrize("at", [*range(1, 9), 30, 31, 32, 33])
 def test_an_error_that_the_loop_catches_leaves_the_weights_of_a_loop_without_it(at: int, policy: str) -> None:
     caught, never = run_through(policy, Points(at)), run_through(policy, None)
 

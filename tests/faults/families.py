@@ -656,15 +656,8 @@ def bert(change=lambda model: None, *, implementation="sdpa", steps=6):
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=37,
-        max_position_embeddings=32,
-        attn_implementation=implementation,
-    )
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "max_position_embeddings": 32}
+    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, attn_implementation=implementation)
     model = BertForSequenceClassification(config).train()
     change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

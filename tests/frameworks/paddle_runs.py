@@ -101,10 +101,12 @@ def observed(code: Callable[[], Any], policy: str, settings: AnySettings) -> tup
     return told.observer, run
 
 
-def fit(loss_of: Callable[[int], Any], parameters: list[Any], *, steps: int = 6) -> None:
-    """Train ``steps`` steps by plain gradient descent."""
-    optimizer = paddle.optimizer.SGD(1e-2, parameters=parameters)
+def fit(loss_of: Callable[[int], Any], parameters: list[Any], *, steps: int = 6, optimizer: Any = None) -> None:
+    """Train ``steps`` steps, numbered from 1, by plain gradient descent or ``optimizer``, or several of them."""
+    update = optimizer or paddle.optimizer.SGD(1e-2, parameters=parameters)
+    updates = update if isinstance(update, list) else [update]
     for step in range(1, steps + 1):
         loss_of(step).backward()
-        optimizer.step()
-        optimizer.clear_grad()
+        for one in updates:
+            one.step()
+            one.clear_grad()

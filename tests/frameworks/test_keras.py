@@ -1,31 +1,26 @@
-"""Keras scripts under a policy, on both backends: what is recorded, against what Keras itself and a count by hand say.
+"""Keras scripts under a policy, on its three backends: what is recorded, against what Keras itself and a count by hand say.
 
 All runs of a backend share one process, which ``scripts/keras_cases.py`` is: a backend is chosen once, at import.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from keras_runs import answers, close
 
 pytest.importorskip("keras")
-TF, TORCH = "tensorflow", "torch"
-BACKENDS = [name for name in (TF, TORCH) if pytest.importorskip(name)]
-SCRIPTS = Path(__file__).parent / "scripts"
+TF, TORCH, JAX = "tensorflow", "torch", "jax"
+BACKENDS = [name for name in (TF, TORCH, JAX) if pytest.importorskip(name)]
 B, STEPS = 8, 6
 HIDDEN, HEAD = 2 * B * 4 * 16, 2 * B * 16 * 3
 FLOPS = {"hidden": 2 * HIDDEN, "head": 3 * HEAD}  # the first layer needs no gradient of its input
 STRESSED = "fp16:init_scale=16777216:growth_interval=8"
 
 Run = tuple[str, str, int | None]
-ON_BOTH: list[Run] = [
+EVERYWHERE: list[Run] = [
     ("fit", "plain", None),
     ("fit", "fp32", None),
     ("fit", "tf32", None),
@@ -35,32 +30,33 @@ ON_BOTH: list[Run] = [
     ("fit", "fp16:loss_scale=static:init_scale=1024", None),
     ("fit", "bf16:loss_scale=dynamic:init_scale=8:max_scale=16:growth_interval=2", None),
     ("fit", "fp16:fp32_modules=he*", None),
-    ("fit", "fp16:fp32_modules=hed", None),
-    ("fit", "fp8", None),
     ("fit", "fp32", 0),
     ("fit", "fp32", 1),
-    ("random_layers", "fp32", None),
-    ("random_layers", "fp32", 0),
-    ("random_layers", "fp32", 1),
     ("batch_losses", "fp16", None),
     ("own_policy", "plain", None),
-    ("own_policy", "fp32", None),
     ("own_policy", "as-is", None),
     ("own_scaler", "fp32", None),
     ("own_scaler", "as-is", None),
     ("long_fit", STRESSED, None),
+    ("accumulating", "fp32", None),
+    ("convolutions", "fp32", None),
+]
+WITH_LOOPS: list[Run] = [
+    ("fit", "fp16:fp32_modules=hed", None),
+    ("fit", "fp8", None),
+    ("random_layers", "fp32", None),
+    ("random_layers", "fp32", 0),
+    ("random_layers", "fp32", 1),
+    ("own_policy", "fp32", None),
     ("own_dtype", "fp16", None),
     ("mixed_layer", "fp16", None),
-    ("accumulating", "fp32", None),
     ("norms", "fp16-master", None),
     ("norms", "bf16-pure", None),
-    ("convolutions", "fp32", None),
     ("embedding", "fp16", None),
     ("own_step", "fp16", None),
     ("loop", "plain", None),
     ("loop", "fp32", None),
     ("loop", "fp16", None),
-    ("loop", STRESSED, None),
     ("overflowing_loop", "fp16", None),
     ("overflowing_loop", "fp16:min_scale=65536", None),
     ("two_optimizers", "fp16", None),
@@ -70,13 +66,14 @@ ON_BOTH: list[Run] = [
     ("given_gradients", "fp16", None),
     ("two_epochs_adam", "fp32", None),
 ]
-ON_TF: list[Run] = [
-    ("eager", "fp16", None),
-    ("several_a_call", "fp16", None),
-    ("compiled_by_xla", "fp16", None),
-    ("traced_loop", "fp16", None),
-]
-ON_TORCH: list[Run] = [("inside_loop", "fp16", None), ("stopped", "fp16", None)]
+"""On TensorFlow and PyTorch, where scripts train in loops of their own; on JAX such a loop is stateless."""
+FLOOR = "fp16:init_scale=16777216:min_scale=16777216"
+OWN: dict[str, list[Run]] = {
+    TF: [(case, "fp16", None) for case in ("eager", "several_a_call", "compiled_by_xla", "traced_loop")],
+    TORCH: [("inside_loop", "fp16", None), ("stopped", "fp16", None)],
+    JAX: [("eager", "fp16", None), ("several_a_call", "fp16", None), ("long_fit", FLOOR, None)],
+}
+OWN[JAX] += [("stateless_loop", "plain", None), ("stateless_loop", "fp32", None)]
 
 
 class Runs:
@@ -88,60 +85,49 @@ class Runs:
 
     def __call__(self, case: str, policy: str, seed: int | None = None) -> dict[str, Any]:
         if not self._found:
-            wanted = ON_BOTH + (ON_TF if self.backend == TF else ON_TORCH)
-            self._found = dict(zip(wanted, self._run(wanted), strict=True))
-        found: dict[str, Any] = self._found[case, policy, seed]
-        return found
-
-    def _run(self, wanted: list[Run]) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPTS / "keras_cases.py")],
-            input="\n".join(map(json.dumps, wanted)),
-            env={**os.environ, "KERAS_BACKEND": self.backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+            wanted = [*EVERYWHERE, *([] if self.backend == JAX else WITH_LOOPS), *OWN[self.backend]]
+            found = answers("keras_cases.py", wanted, KERAS_BACKEND=self.backend)
+            self._found = dict(zip(wanted, found, strict=True))
+        one: dict[str, Any] = self._found[case, policy, seed]
+        return one
 
 
 RUNS = {backend: Runs(backend) for backend in BACKENDS}
 
 
 @pytest.fixture(params=BACKENDS)
-def runs(request: pytest.FixtureRequest) -> Runs:
+def everywhere(request: pytest.FixtureRequest) -> Runs:
     return RUNS[request.param]
 
 
-def close(found: list[float], expected: list[float], tolerance: float) -> bool:
-    pairs = zip(map(float, found), map(float, expected), strict=True)
-    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) for a, b in pairs)
+@pytest.fixture(params=[TF, TORCH])
+def runs(request: pytest.FixtureRequest) -> Runs:
+    return RUNS[request.param]
 
 
 # --- fit -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_fp32_trains_as_plain_keras_does(runs: Runs) -> None:
+def test_fp32_trains_as_plain_keras_does(everywhere: Runs) -> None:
     for policy in ("fp32", "tf32"):
-        found = runs("fit", policy)
-        assert close(found["script"]["weights"], runs("fit", "plain")["script"]["weights"], 1e-6)
+        found = everywhere("fit", policy)
+        assert close(found["script"]["weights"], everywhere("fit", "plain")["script"]["weights"], 1e-6)
         assert found["left_alone"] == []
 
 
-def test_loss_of_a_step_is_the_batchs(runs: Runs) -> None:
-    found = runs("batch_losses", "fp16")
+def test_loss_of_a_step_is_the_batchs(everywhere: Runs) -> None:
+    found = everywhere("batch_losses", "fp16")
     assert close(found["steps"]["loss"], found["script"]["losses"], 1e-6)
-    assert close(found["steps"]["loss"], runs("fit", "fp16")["steps"]["loss"], 1e-6)
+    assert close(found["steps"]["loss"], everywhere("fit", "fp16")["steps"]["loss"], 1e-6)
 
 
-def test_fp16_is_keras_own_mixed_precision(runs: Runs) -> None:
+def test_fp16_is_keras_own_mixed_precision(everywhere: Runs) -> None:
     """The script that switches Keras' own on ends at the same weights: the scale is a power of two in both."""
-    plain = runs("own_policy", "plain")["script"]
-    found = runs("fit", "fp16")
+    plain = everywhere("own_policy", "plain")["script"]
+    found = everywhere("fit", "fp16")
     assert plain["compute"] == found["script"]["compute"] == {"hidden": "float16", "head": "float16"}
-    assert close(found["script"]["weights"], plain["weights"], 1e-4)
-    assert not close(found["script"]["weights"], runs("fit", "plain")["script"]["weights"], 1e-6)
+    assert close(found["script"]["weights"], plain["weights"], 1e-6 if everywhere.backend == JAX else 1e-4)
+    assert not close(found["script"]["weights"], everywhere("fit", "plain")["script"]["weights"], 1e-6)
     assert found["steps"]["loss_scale"] == [65536.0] * STEPS
     assert found["steps"]["skipped"] == [False] * STEPS
 
@@ -169,8 +155,8 @@ def test_own_dtype_of_a_layer_is_listed(runs: Runs) -> None:
     assert reason in runs("own_dtype", "fp16")["left_alone"]
 
 
-def test_scale_and_skips_are_those_of_the_optimizer(runs: Runs) -> None:
-    found = runs("long_fit", STRESSED)
+def test_scale_and_skips_are_those_of_the_optimizer(everywhere: Runs) -> None:
+    found = everywhere("long_fit", STRESSED)
     script, steps = found["script"], found["steps"]
     iterations = script["iterations"]
     assert steps["loss_scale"] == script["scales"]
@@ -194,22 +180,21 @@ def test_scale_and_skips_are_those_of_the_optimizer(runs: Runs) -> None:
         ("own_scaler", "as-is", [2.0 ** (40 + (k + 1) // 2) for k in range(48)]),
     ],
 )
-def test_loss_scales(runs: Runs, case: str, policy: str, scales: list[float]) -> None:
-    assert runs(case, policy)["steps"]["loss_scale"] == scales
+def test_loss_scales(everywhere: Runs, case: str, policy: str, scales: list[float]) -> None:
+    assert everywhere(case, policy)["steps"]["loss_scale"] == scales
 
 
-def test_own_scaler_passes_everything_through_under_fp32(runs: Runs) -> None:
-    found = runs("own_scaler", "fp32")
-    assert close(found["steps"]["loss"][:STEPS], runs("fit", "fp32")["steps"]["loss"], 1e-6)
+def test_own_scaler_passes_everything_through_under_fp32(everywhere: Runs) -> None:
+    found = everywhere("own_scaler", "fp32")
+    assert close(found["steps"]["loss"][:STEPS], everywhere("fit", "fp32")["steps"]["loss"], 1e-6)
     assert found["script"]["scales"] == [1.0] * 48
 
 
-def test_accumulated_gradients_make_one_step(runs: Runs) -> None:
-    found = runs("accumulating", "fp32")
+def test_accumulated_gradients_make_one_step(everywhere: Runs) -> None:
+    found = everywhere("accumulating", "fp32")
     assert len(found["steps"]["loss"]) == STEPS // 2
     assert found["script"]["iterations"] == [0, 1, 1, 2, 2, 3]
-    first = runs("fit", "fp32")["steps"]["loss"][0]
-    assert found["steps"]["loss"][0] != first  # the mean of two batches
+    assert found["steps"]["loss"][0] != everywhere("fit", "fp32")["steps"]["loss"][0]  # the mean of two batches
 
 
 def test_sparse_gradients(runs: Runs) -> None:
@@ -221,37 +206,41 @@ def test_sparse_gradients(runs: Runs) -> None:
 # --- what ran -----------------------------------------------------------------------------------------------------------------
 
 
+ALL = sum(FLOPS.values())
+COUNTED: list[tuple[list[str], str, str, dict[str, int]]] = [
+    (BACKENDS, "fit", "fp32", {"fp32": ALL}),
+    (BACKENDS, "fit", "fp16", {"fp16": ALL}),
+    (BACKENDS, "fit", "fp16:fp32_modules=he*", {"fp16": FLOPS["hidden"], "fp32": FLOPS["head"]}),
+    (BACKENDS, "fit", "bf16-pure", {"bf16": ALL}),
+    ([TF, TORCH], "mixed_layer", "fp16", {"fp16": ALL}),
+    ([TF, TORCH], "two_optimizers", "fp16", {"fp16": ALL}),
+    ([TF, TORCH], "loop", "fp16", {"fp16": ALL}),
+    ([TF, TORCH], "own_step", "fp16", {"fp16": ALL}),
+]
+
+
 @pytest.mark.parametrize(
-    ("case", "policy", "flops"),
-    [
-        ("fit", "fp32", {"fp32": sum(FLOPS.values())}),
-        ("fit", "fp16", {"fp16": sum(FLOPS.values())}),
-        ("fit", "fp16:fp32_modules=he*", {"fp16": FLOPS["hidden"], "fp32": FLOPS["head"]}),
-        ("fit", "bf16-pure", {"bf16": sum(FLOPS.values())}),
-        ("mixed_layer", "fp16", {"fp16": sum(FLOPS.values())}),
-        ("two_optimizers", "fp16", {"fp16": sum(FLOPS.values())}),
-        ("loop", "fp16", {"fp16": sum(FLOPS.values())}),
-        ("own_step", "fp16", {"fp16": sum(FLOPS.values())}),
-    ],
+    ("backend", "case", "policy", "flops"), [(name, *row) for names, *row in COUNTED for name in names]
 )
-def test_operations_by_format(runs: Runs, case: str, policy: str, flops: dict[str, int]) -> None:
-    found = runs(case, policy)
+def test_operations_by_format(backend: str, case: str, policy: str, flops: dict[str, int]) -> None:
+    found = RUNS[backend](case, policy)
     reason = "fp16 products in fp32: on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
-    if runs.backend == TORCH and policy.startswith("fp16"):
+    if backend == TORCH and policy.startswith("fp16"):
         assert found["flops"] == {"fp32": sum(flops.values())}
         assert reason in found["left_alone"]
     else:
         assert found["flops"] == flops
         assert reason not in found["left_alone"]
-    assert found["counted_on_step"] in (1, 2)
+    eager = backend == TORCH or case in {"loop", "two_optimizers"}
+    assert found["counted_on_step"] == (2 if eager else 1)  # a traced step is counted from its graph
 
 
-def test_convolutions_are_counted(runs: Runs) -> None:
+def test_convolutions_are_counted(everywhere: Runs) -> None:
     first = 2 * B * (3 * 3 * 4) * (3 * 3 * 2)
-    second = 2 * B * (2 * 2 * 6) * (2 * 2 * (4 if runs.backend == TF else 2))  # two groups on torch
+    second = 2 * B * (2 * 2 * 6) * (2 * 2 * (2 if everywhere.backend == TORCH else 4))  # two groups on torch
     depthwise = 2 * B * (2 * 2 * 18) * (2 * 2)
     dense = 2 * B * 72 * 3
-    assert runs("convolutions", "fp32")["flops"] == {"fp32": 2 * first + 3 * (second + depthwise + dense)}
+    assert everywhere("convolutions", "fp32")["flops"] == {"fp32": 2 * first + 3 * (second + depthwise + dense)}
 
 
 def test_bytes(runs: Runs) -> None:
@@ -266,8 +255,8 @@ def test_bytes(runs: Runs) -> None:
     assert kept <= found <= kept + more
 
 
-def test_framework_is_named_with_its_backend(runs: Runs) -> None:
-    assert f" on {runs.backend} " in runs("fit", "fp32")["framework"]
+def test_framework_is_named_with_its_backend(everywhere: Runs) -> None:
+    assert f" on {everywhere.backend}" in everywhere("fit", "fp32")["framework"]
 
 
 # --- training loops of the script's own ---------------------------------------------------------------------------------------
@@ -327,13 +316,18 @@ def test_a_loss_counts_times_the_gradient_that_its_backward_pass_starts_from(run
     assert runs("given_gradients", policy)["steps"]["loss"] == [2.0, -2.0, 2.5]
 
 
-@pytest.mark.parametrize("case", [case for case, policy, _ in ON_TF if case != "traced_loop"])
-def test_every_way_of_running_a_step_in_tensorflow_gives_the_same(case: str) -> None:
-    runs = RUNS[TF]
-    found, expected = runs(case, "fp16"), runs("fit", "fp16")
-    assert close(found["script"]["weights"], expected["script"]["weights"], 1e-4)
+@pytest.mark.parametrize(
+    ("backend", "case", "tolerance"),
+    [
+        *((TF, case, 1e-4) for case in ("eager", "several_a_call", "compiled_by_xla")),
+        *((JAX, case, 1e-5) for case in ("eager", "several_a_call")),
+    ],
+)
+def test_every_way_of_running_a_step_gives_the_same(backend: str, case: str, tolerance: float) -> None:
+    found, expected = RUNS[backend](case, "fp16"), RUNS[backend]("fit", "fp16")
+    assert close(found["script"]["weights"], expected["script"]["weights"], 1e-6 if backend == JAX else 1e-4)
     for column in ("loss", "grad_norm", "loss_scale", "skipped"):
-        assert close(found["steps"][column], expected["steps"][column], 1e-4), column
+        assert close(found["steps"][column], expected["steps"][column], tolerance), column
     assert found["flops"] == expected["flops"]
 
 
@@ -342,6 +336,13 @@ def test_traced_loop_gives_what_the_eager_one_gives() -> None:
     assert close(found["script"]["weights"], expected["script"]["weights"], 1e-4)
     assert close(found["steps"]["loss"], expected["steps"]["loss"], 1e-4)
     assert found["flops"] == expected["flops"]
+
+
+def test_a_jitted_loop_of_the_script_on_jax() -> None:
+    plain, found = (RUNS[JAX]("stateless_loop", policy) for policy in ("plain", "fp32"))
+    assert close(found["script"]["weights"], plain["script"]["weights"], 1e-6)
+    assert close(found["steps"]["loss"], plain["script"]["losses"], 1e-6)
+    assert found["left_alone"] == []
 
 
 def test_steps_of_one_call_share_its_time() -> None:
@@ -361,34 +362,36 @@ def test_a_run_is_stopped_after_a_number_of_steps() -> None:
 # --- seeds and refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["fit", "random_layers"])
-def test_seeds(runs: Runs, case: str) -> None:
-    none, zero, one = (runs(case, "fp32", seed)["steps"]["loss"] for seed in (None, 0, 1))
+@pytest.mark.parametrize(
+    ("backend", "case"), [*((name, "fit") for name in BACKENDS), (TF, "random_layers"), (TORCH, "random_layers")]
+)
+def test_seeds(backend: str, case: str) -> None:
+    none, zero, one = (RUNS[backend](case, "fp32", seed)["steps"]["loss"] for seed in (None, 0, 1))
     assert none == zero
     assert all(abs(a - b) > 1e-3 for a, b in zip(zero[:2], one[:2], strict=True))
+
+
+NO_FP8 = (
+    "policy fp8 has no dtype policy in Keras, which trains in FP8 only layers that are quantized after "
+    "they are built; allowed: fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure"
+)
+NO_MODULE = (
+    "no module is named 'hed'; did you mean head? Allowed: hidden, sequential.hidden, head, sequential.head, sequential"
+)
+AT_FLOOR = "gradients overflow at the loss scale's floor of {}, update {}"
 
 
 @pytest.mark.parametrize(
     ("case", "policy", "error"),
     [
-        (
-            "fit",
-            "fp8",
-            "PolicyError: policy fp8 has no dtype policy in Keras, which trains in FP8 only layers that are quantized after "
-            "they are built; allowed: fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure",
-        ),
-        (
-            "fit",
-            "fp16:fp32_modules=hed",
-            "PolicyError: no module is named 'hed'; did you mean head? "
-            "Allowed: hidden, sequential.hidden, head, sequential.head, sequential",
-        ),
-        (
-            "overflowing_loop",
-            "fp16:min_scale=65536",
-            "ScaleFloorError: gradients overflow at the loss scale's floor of 65536, update 3",
-        ),
+        ("fit", "fp8", f"PolicyError: {NO_FP8}"),
+        ("fit", "fp16:fp32_modules=hed", f"PolicyError: {NO_MODULE}"),
+        ("overflowing_loop", "fp16:min_scale=65536", f"ScaleFloorError: {AT_FLOOR.format(65536, 3)}"),
     ],
 )
 def test_refusals(runs: Runs, case: str, policy: str, error: str) -> None:
     assert runs(case, policy) == {"error": error}
+
+
+def test_a_scale_at_its_floor_ends_a_script_on_jax() -> None:
+    assert RUNS[JAX]("long_fit", FLOOR) == {"error": f"ScaleFloorError: {AT_FLOOR.format('1.67772e+07', 1)}"}

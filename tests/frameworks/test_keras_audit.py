@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from keras_runs import printed
 
 from mezzo.records import AuditRecord, Operation
 
@@ -21,18 +18,13 @@ POLICIES = ["fp16", "as-is"]
 
 
 @pytest.fixture(scope="module")
-def printed() -> list[str]:
-    script = Path(__file__).parent / "scripts" / "keras_audited.py"
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, str(script), *POLICIES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def lines() -> list[str]:
+    return printed("keras_audited.py", *POLICIES, KERAS_BACKEND="tensorflow")
 
 
 @pytest.fixture
-def audits(printed: list[str]) -> dict[str, AuditRecord]:
-    return {name: AuditRecord.model_validate_json(line) for name, line in zip(POLICIES, printed, strict=False)}
+def audits(lines: list[str]) -> dict[str, AuditRecord]:
+    return {name: AuditRecord.model_validate_json(line) for name, line in zip(POLICIES, lines, strict=False)}
 
 
 @pytest.mark.parametrize(("policy", "narrow"), [("fp16", "fp16"), ("as-is", "fp32")])
@@ -88,12 +80,11 @@ def test_other_operations_have_their_layer_and_format(audits: dict[str, AuditRec
     )
 
 
-def test_a_step_without_a_graph_is_refused(printed: list[str]) -> None:
-    assert json.loads(printed[-2]).startswith(
-        "mezzo audit reads the graph of a traced step, and the script trains eagerly"
-    )
+def test_a_step_without_a_graph_is_refused(lines: list[str]) -> None:
+    refused = json.loads(lines[-2])
+    assert refused.startswith("mezzo audit reads the graph of a traced step, and the script trains eagerly")
 
 
-def test_checks_of_the_scripts_own_do_not_see_what_mezzo_records(printed: list[str]) -> None:
+def test_checks_of_the_scripts_own_do_not_see_what_mezzo_records(lines: list[str]) -> None:
     """A step without a loss scale is recorded with NaN, at which ``enable_check_numerics`` would end a healthy script."""
-    assert json.loads(printed[-1]) == 64 // B
+    assert json.loads(lines[-1]) == 64 // B

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from keras_runs import SCRIPTS, printed
 
 from mezzo.records import DiagnoseRecord
 
 pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
-SCRIPT = Path(__file__).parent / "scripts" / "keras_diagnosed.py"
+SCRIPT = SCRIPTS / "keras_diagnosed.py"
 
 FAULTS: dict[str, tuple[str, str, str, str, int, str, str]] = {
     # the training: the verdict, layer, operation, phase, step and format, and a part of the script's line
@@ -37,34 +34,15 @@ FAULTS: dict[str, tuple[str, str, str, str, int, str, str]] = {
     "two optimizers": ("invalid_operation", "(script)", "sqrt", "backward", 6, "fp32", "tf.sqrt(predicted * 0)"),
 }
 HEALTHY = (
-    "log of 1",
-    "division by 1",
-    "root at 1",
-    "product beyond FP16 in BF16",
-    "loss in FP32",
-    "sound data",
-    "eps above 0",
-    "learning rate",
-    "masked by a large number",
-    "validation",
-    "images",
-    "attention",
-    "masked",
-    "guarded inside",
-    "own loss scale that is right",
-    "embedding and GRU",
-    "own loop",
-    "own step",
+    *("log of 1", "division by 1", "root at 1", "product beyond FP16 in BF16", "loss in FP32", "sound data"),
+    *("eps above 0", "learning rate", "masked by a large number", "validation", "images", "attention", "masked"),
+    *("guarded inside", "own loss scale that is right", "embedding and GRU", "own loop", "own step"),
 )
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, dict[str, object]]:
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return dict(map(json.loads, printed(SCRIPT.name, KERAS_BACKEND="tensorflow")))
 
 
 def _record(records: dict[str, dict[str, object]], name: str) -> DiagnoseRecord:

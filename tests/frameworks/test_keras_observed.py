@@ -5,21 +5,18 @@ All cases share one process, which ``scripts/keras_observed.py`` is: importing K
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from keras_runs import SCRIPTS, answers
 
 pytest.importorskip("keras")
 pytest.importorskip("torch")
-SCRIPT = Path(__file__).parent / "scripts" / "keras_observed.py"
+SCRIPT = SCRIPTS / "keras_observed.py"
 B, D, H = 8, 4, 16
 HIDDEN, HEAD = 2 * B * D * H, 2 * B * H
 """Operations of one product of each layer of the network."""
@@ -56,16 +53,7 @@ CASES: list[Case] = [
 
 @pytest.fixture(scope="module")
 def find() -> Find:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        input="\n".join(map(json.dumps, CASES)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    found = dict(zip(CASES, answers(SCRIPT.name, CASES), strict=True))
     return lambda *case: found[case]
 
 
@@ -81,10 +69,8 @@ def test_products_by_phase_are_those_counted_by_hand(find: Find, policy: str, fo
 
 
 def test_products_belong_to_layers_by_name(find: Find) -> None:
-    products = [
-        (o["module"], o["phase"], o["flops"]) for o in find("audit", "plain", "bf16", 3)["operations"] if o["flops"]
-    ]
-    assert sorted(products) == [
+    operations = find("audit", "plain", "bf16", 3)["operations"]
+    assert sorted((o["module"], o["phase"], o["flops"]) for o in operations if o["flops"]) == [
         ("head", "dgrad", HEAD),
         ("head", "forward", HEAD),
         ("head", "wgrad", HEAD),
@@ -94,13 +80,10 @@ def test_products_belong_to_layers_by_name(find: Find) -> None:
 
 
 def test_every_weight_is_cast_once(find: Find) -> None:
-    casts = [
-        (c["module"], c["target"], c["count"])
-        for c in find("audit", "plain", "bf16", 3)["casts"]
-        if c["of"] == "weight"
-    ]
+    found = find("audit", "plain", "bf16", 3)
+    casts = [(c["module"], c["target"], c["count"]) for c in found["casts"] if c["of"] == "weight"]
     assert sorted(casts) == [("head", "bf16", 2), ("hidden", "bf16", 2)]  # kernel and bias
-    assert "A302" not in [f["code"] for f in find("audit", "plain", "bf16", 3)["findings"]]
+    assert "A302" not in [f["code"] for f in found["findings"]]
 
 
 def test_cells_have_their_own_names(find: Find) -> None:

@@ -42,11 +42,7 @@ def audited(policy: str, *, steps: tuple[int, ...] = (3,), outside: bool = False
 def test_the_products_of_a_step_are_those_counted_by_hand(policy: str, fmt: str) -> None:
     record = audited(policy)
     assert record.steps == [3]
-    assert record.flops_by_phase == {
-        "forward": {fmt: FIRST + LAST},
-        "dgrad": {fmt: LAST},
-        "wgrad": {fmt: FIRST + LAST},
-    }
+    assert record.flops_by_phase == {"forward": {fmt: FIRST + LAST}, "dgrad": {fmt: LAST}, "wgrad": {fmt: FIRST + LAST}}
     assert record.run.effective.flops_by_format == {fmt: 2 * FIRST + 3 * LAST}
     assert {p.module for p in record.products} == {"0", "2"}
     assert sum(p.flops for p in record.products) == 2 * FIRST + 3 * LAST

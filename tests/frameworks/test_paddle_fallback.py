@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paddle_runs import batches, network, numbers, observed, paddle
+from paddle_runs import batches, fit, network, numbers, observed, paddle
 
 from mezzo.commands.fallback.find import find
 from mezzo.commands.fallback.search import TrialsAhead
@@ -37,12 +37,12 @@ class Big(nn.Layer):  # type: ignore[misc, name-defined]
 def training_of(build: Callable[[], Any], optimizer: Callable[[Any], Any]) -> Callable[[], None]:
     def code() -> None:
         net = build()
-        updates = optimizer(net.parameters())
-        for _ in range(6):
+
+        def loss_of(step: int) -> Any:
             x = paddle.randn([32, 8])
-            ((net(x) - x.sum(axis=1, keepdim=True)) ** 2).mean().backward()
-            updates.step()
-            updates.clear_grad()
+            return ((net(x) - x.sum(axis=1, keepdim=True)) ** 2).mean()
+
+        fit(loss_of, [], optimizer=optimizer(net.parameters()))
 
     return code
 

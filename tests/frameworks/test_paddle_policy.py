@@ -91,10 +91,7 @@ def test_a_policy_comes_back(text: str) -> None:
         ({"level": "O2", "dtype": "bfloat16"}, "bf16-master"),
         ({"enable": False}, "fp32"),
         # matmul_v2 stands for matmul and linear, not for the whole family
-        (
-            {"level": "O1", "init_loss_scaling": 128.0, "custom_black_list": ["matmul_v2"]},
-            "fp16:init_scale=128:fp32=linear+matmul",
-        ),
+        ({"init_loss_scaling": 128.0, "custom_black_list": ["matmul_v2"]}, "fp16:init_scale=128:fp32=linear+matmul"),
         ({"use_dynamic_loss_scaling": False}, "fp16:loss_scale=static"),
     ],
 )
@@ -108,10 +105,7 @@ def test_paddles_settings_become_a_policy(given: Any, text: str) -> None:
         ({"levle": "O1"}, "Paddle's mixed precision has no setting 'levle'; did you mean level"),
         ({"level": "O4"}, "Paddle's level='O4' stands for no policy; did you mean "),
         ({"dtype": "float64"}, "Paddle's dtype='float64' stands for no policy; did you mean float16"),
-        (
-            {"custom_white_list": ["conv4d"]},
-            "custom_white_list names 'conv4d', which is in no family of a policy; did you mean ",
-        ),
+        ({"custom_white_list": ["conv4d"]}, "custom_white_list names 'conv4d', which is in no family of a policy; did"),
     ],
 )
 def test_settings_that_stand_for_nothing(given: dict[str, Any], message: str) -> None:

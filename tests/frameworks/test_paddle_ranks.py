@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from paddle_runs import paddle, ran
 
+from helpers_values import record_at
 from mezzo import records
 from mezzo.errors import ScriptError
 
@@ -43,8 +44,7 @@ def assert_one_run_of_two(run: records.RunRecord) -> None:
 
 def test_an_overflow_in_one_process_skips_the_update_in_both(tmp_path: Path) -> None:
     printed = launched(["run", "--policy", "fp16", "--out", "out", SCRIPT, "4"], tmp_path)
-    run = records.read_record(tmp_path / "out" / "record.json")
-    assert isinstance(run, records.RunRecord)
+    run = record_at(tmp_path / "out" / "record.json", records.RunRecord)
     assert_one_run_of_two(run)
     assert run.ranks[0].weights == run.ranks[1].weights != ""
     assert "python -m paddle.distributed.launch --nproc_per_node 2 mezzo compare" in printed
@@ -53,16 +53,14 @@ def test_an_overflow_in_one_process_skips_the_update_in_both(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_an_audit_has_one_record(tmp_path: Path) -> None:
     launched(["audit", "--policy", "fp16", "--out", "out", SCRIPT, "-1"], tmp_path)
-    record = records.read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, records.AuditRecord)
+    record = record_at(tmp_path / "out" / "record.json", records.AuditRecord)
     assert [r.rank for r in record.run.ranks] == [0, 1]
 
 
 @pytest.mark.slow
 def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
     launched(["compare", "--policies", "fp32,fp16", "--seeds", "2", "--out", "out", SCRIPT, "-1"], tmp_path)
-    record = records.read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, records.CompareRecord)
+    record = record_at(tmp_path / "out" / "record.json", records.CompareRecord)
     assert [len(run.ranks) for run in record.runs] == [2] * 4
     assert all(run.ranks[0].weights == run.ranks[1].weights != "" for run in record.runs)
 
@@ -71,8 +69,7 @@ def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
 def test_a_diagnosis_finds_what_one_process_makes(tmp_path: Path) -> None:
     """Only process 1 multiplies its loss by infinity. The process that ends last with a finding is killed by the launcher."""
     launched(["diagnose", "--out", "out", SCRIPT, "4"], tmp_path, codes=(1, 256 - signal.SIGTERM))
-    record = records.read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, records.DiagnoseRecord)
+    record = record_at(tmp_path / "out" / "record.json", records.DiagnoseRecord)
     assert (record.verdict, record.op, record.phase, record.step) == ("invalid_operation", "multiply", "forward", 5)
     assert record.detail == "multiply() is given a number that is not finite"
     assert record.line is not None
@@ -83,12 +80,10 @@ def test_a_diagnosis_finds_what_one_process_makes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranges_and_fallback_count_both_processes(tmp_path: Path) -> None:
     launched(["ranges", "--out", "ranges", SCRIPT, "-1"], tmp_path)
-    record = records.read_record(tmp_path / "ranges" / "record.json")
-    assert isinstance(record, records.RangesRecord)
+    record = record_at(tmp_path / "ranges" / "record.json", records.RangesRecord)
     assert [r.rank for r in record.run.ranks] == [0, 1]
     launched(["fallback", "--policy", "fp16", "--out", "fallback", SCRIPT, "-1"], tmp_path)
-    found = records.read_record(tmp_path / "fallback" / "record.json")
-    assert isinstance(found, records.FallbackRecord)
+    found = record_at(tmp_path / "fallback" / "record.json", records.FallbackRecord)
     assert found.verdict == "not needed"
 
 
@@ -96,8 +91,7 @@ def test_ranges_and_fallback_count_both_processes(tmp_path: Path) -> None:
 def test_processes_that_the_script_spawns_are_ranks(tmp_path: Path) -> None:
     words = ["run", "--policy", "fp16", "--out", "out", SCRIPT, "spawn"]
     subprocess.run([sys.executable, "-m", "mezzo", *words], cwd=tmp_path, capture_output=True, timeout=280, check=True)
-    run = records.read_record(tmp_path / "out" / "record.json")
-    assert isinstance(run, records.RunRecord)
+    run = record_at(tmp_path / "out" / "record.json", records.RunRecord)
     assert_one_run_of_two(run)
 
 

@@ -13,10 +13,7 @@ POLICIES = {"fp32": False, "tf32": True, "bf16": True, "fp16": True}
 LINEAR = ("attention.inputs", "attention.outputs", "block.0", "block.2", "last")
 SCRIPT = ("{here}/attribution_script.py", "{device}")
 CASES = [*((policy, "plain") for policy in POLICIES), *(("bf16", variant) for variant in VARIANTS[1:])]
-plan(
-    "test_gpu_attribution",
-    **{f"{p} {v}": mezzo("audit", "--policy", p, "--at", "3", *SCRIPT, v) for p, v in CASES},
-)
+plan("test_gpu_attribution", **{f"{p} {v}": mezzo("audit", "--policy", p, "--at", "3", *SCRIPT, v) for p, v in CASES})
 every_audit = pytest.mark.parametrize(
     ("policy", "variant", "device"),
     [

@@ -21,9 +21,9 @@ from unittest import mock
 import pytest
 
 import mezzo
+from helpers_launch import request_for
+from helpers_values import existing, record_at
 from mezzo.launch import child
-from mezzo.launch.recording import MetricReader, MetricStream
-from mezzo.launch.request import Request
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
@@ -71,20 +71,11 @@ def run_text(tmp_path: Path, text: str, *arguments: str, policy: str = "fp16", *
 def run_script(
     tmp_path: Path, target: str, *arguments: str, policy: str = "fp16", kind: str = "script", **asked: Any
 ) -> Ended:
-    request = Request(
-        target=target,
-        kind=kind,  # type: ignore[arg-type]
-        arguments=arguments,
-        policy=policy,
-        record_path=str(tmp_path / "record.json"),
-        command=("mezzo", "run", target),
-        **asked,
-    )
+    request = request_for(tmp_path, target, *arguments, policy=policy, kind=kind, **asked)
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = child.main([request.model_dump_json()])
-    record = read_record(tmp_path / "record.json")
-    assert isinstance(record, RunRecord)
+    record = record_at(tmp_path / "record.json", RunRecord)
     assert record.exit_code == code
     return Ended(code, record, printed.getvalue(), errors.getvalue())
 
@@ -241,9 +232,7 @@ def test_a_loss_that_is_infinite_at_once(tmp_path: Path, policy: str) -> None:
 
 def test_a_scale_at_its_floor(tmp_path: Path) -> None:
     ended = run_text(
-        tmp_path,
-        "model.weight.register_hook(lambda g: g / 0)\ntrain(50)",
-        policy="fp16:init_scale=16:min_scale=4",
+        tmp_path, "model.weight.register_hook(lambda g: g / 0)\ntrain(50)", policy="fp16:init_scale=16:min_scale=4"
     )
     assert ended.code == 5
     assert ended.record.steps.loss_scale == [8.0, 4.0, 4.0]
@@ -269,13 +258,10 @@ def test_a_script_may_change_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "import os\nos.chdir('elsewhere')\ntrain()\n")
-    request = Request(
-        target="script.py", kind="script", policy="fp16", record_path="out/record.json", command=("mezzo",)
-    )
+    request = request_for(Path("out"), "script.py", policy="fp16")
     with contextlib.redirect_stdout(io.StringIO()):
         assert child.main([request.model_dump_json()]) == 0
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, RunRecord)
+    record = record_at(tmp_path / "out" / "record.json", RunRecord)
     assert record.script_sha256 == hashlib.sha256((tmp_path / "script.py").read_bytes()).hexdigest()
 
 
@@ -303,13 +289,10 @@ def test_settings_that_came_too_late_are_in_the_record(
         f"os.environ[{name!r}] = '2'\n" for name in (*late, "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_VERBOSE", "PATH")
     )
     (tmp_path / "script.py").write_text(f"{textwrap.dedent(TRAINS)}train()\nimport os\n{sets}")
-    target, record = str(tmp_path / "script.py"), tmp_path / "record.json"
-    request = Request(target=target, kind="script", policy="fp32", record_path=str(record), command=("mezzo",))
     monkeypatch.setenv("PATH", os.environ["PATH"])
     with contextlib.redirect_stdout(io.StringIO()):
-        assert child.main([request.model_dump_json()]) == 0
-    read = read_record(record)
-    assert isinstance(read, RunRecord)
+        assert child.main([request_for(tmp_path, str(tmp_path / "script.py")).model_dump_json()]) == 0
+    read = record_at(tmp_path / "record.json", RunRecord)
     assert [(reason.what, reason.value) for reason in read.effective.left_alone] == [(name, "ignored") for name in late]
 
 
@@ -399,14 +382,7 @@ def test_a_process_that_the_script_forks_dies_as_under_python(tmp_path: Path) ->
 @pytest.mark.parametrize("observe", [None, AuditSettings(), DiagnoseSettings()])
 def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Path, observe: Any) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
-    request = Request(
-        target=str(tmp_path / "script.py"),
-        kind="script",
-        policy="fp8:arithmetic=native",
-        record_path=str(tmp_path / "record.json"),
-        command=("mezzo",),
-        observe=observe,
-    )
+    request = request_for(tmp_path, str(tmp_path / "script.py"), policy="fp8:arithmetic=native", observe=observe)
     errors = io.StringIO()
     # Daemon threads of earlier tests would have a diagnosed script's process end at once, and pytest with it.
     at_once = mock.patch.object(child, "_exit_without_shutdown")
@@ -437,20 +413,8 @@ def test_a_metric_is_read_off_both_streams(tmp_path: Path) -> None:
         """,
         metric="acc=([0-9.]+)",
     )
-    metric = ended.record.metric
-    assert metric is not None
+    metric = existing(ended.record.metric)
     assert metric.name == "acc"
     assert sorted(metric.values) == [0.5, 0.75, 0.8, 0.9, 1.0]
     assert metric.steps == [2] * 5
     assert ended.printed.endswith("epoch 1 acc=0.5\nacc=0.8\nacc=.\nacc=0.9\racc=1")
-
-
-def test_a_group_that_took_no_part_is_no_number() -> None:
-    reader = MetricReader("acc(?:=([0-9]+))?", lambda: 1)
-    stream = io.StringIO()
-    watched = MetricStream(stream, reader.line)
-    assert watched.write("acc acc=") == 8
-    watched.write("3\n")
-    watched.finish()
-    assert reader.metric().values == [3.0]
-    assert (stream.getvalue(), watched.getvalue()) == ("acc acc=3\n",) * 2

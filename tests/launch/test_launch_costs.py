@@ -72,9 +72,8 @@ def no_driver_calls() -> Iterator[list[str]]:
 
 
 RUNS = [
-    (command, policy)
-    for command in COMMANDS
-    for policy in (POLICIES if command in ("run", "audit", "diagnose") else ("fp32", "fp16"))
+    *(("run", policy) for policy in POLICIES),
+    *((command, policy) for command in COMMANDS for policy in ("fp32", "fp16") if command != "run"),
 ]
 """``ranges`` and the reference of ``fallback`` run under FP32; ``compare`` makes runs as ``run`` does."""
 

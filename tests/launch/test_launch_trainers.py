@@ -15,6 +15,7 @@ import pytest
 
 import helpers_launch
 from helpers_launch import AS_IS, PLAIN, Ran, children_in_this_process
+from helpers_values import record_at
 from mezzo.cli import main
 from mezzo.records import (
     AuditRecord,
@@ -32,9 +33,7 @@ state = pytest.importorskip("accelerate.state")
 pytest.importorskip("transformers")
 
 UPDATES = 12
-FLOPS = (
-    3 * 2 * 8 * (6 * 16 + 16 * 2) - 2 * 8 * 6 * 16
-)  # forward and two backward products; none for the inputs' gradient
+FLOPS = 3 * 2 * 8 * (6 * 16 + 16 * 2) - 2 * 8 * 6 * 16  # forward, two backward products, none for the inputs' gradient
 SCENARIOS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Trainer": ("lightning_trainer", ()),
     "Trainer in 16-mixed": ("lightning_trainer", ("--precision", "16-mixed")),
@@ -148,6 +147,9 @@ def test_windows_of_accumulation_are_one_update(name: str) -> None:
 
 SCRIPTS_OF = {"Trainer": "lightning_trainer", "Fabric": "lightning_fabric", "Accelerate": "accelerate_loop"}
 SCRIPTS_OF["Hugging Face"] = "hf_trainer"
+ON_ALL = pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+ON_TWO = pytest.mark.parametrize("script", ["lightning_trainer", "accelerate_loop"])
+"""A trainer that has the loop, with a closure for the optimizer, and a library that leaves it to the script."""
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def record_of(folder: Path, command: str, script: str, *options: str) -> Any:
     return read_record(folder / "record.json")
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_ALL
 def test_run(script: str, folder: Path) -> None:
     record = record_of(folder, "run", script, "--policy", "fp16")
     assert isinstance(record, RunRecord)
@@ -173,17 +175,15 @@ def test_run(script: str, folder: Path) -> None:
     assert record.effective.emulated
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_TWO
 def test_compare(script: str, folder: Path) -> None:
     record = record_of(folder, "compare", script, "--policies", "fp32,fp16", "--seeds", "1")
     assert isinstance(record, CompareRecord)
-    assert [(r.policy, len(r.steps), r.error) for r in record.runs] == [
-        ("fp32", UPDATES, None),
-        ("fp16", UPDATES, None),
-    ]
+    found = [(run.policy, len(run.steps), run.error) for run in record.runs]
+    assert found == [("fp32", UPDATES, None), ("fp16", UPDATES, None)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_ALL
 def test_audit(script: str, folder: Path) -> None:
     record = record_of(folder, "audit", script, "--policy", "fp16", "--at", "2")
     assert isinstance(record, AuditRecord)
@@ -197,7 +197,7 @@ def test_audit(script: str, folder: Path) -> None:
     assert record.flops_by_format == {"fp16": FLOPS}
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_TWO
 def test_diagnose(script: str, folder: Path) -> None:
     record = record_of(folder, "diagnose", script, "--policy", "fp16", "--steps", "4")
     assert isinstance(record, DiagnoseRecord)
@@ -209,14 +209,13 @@ def test_a_fault_is_found_inside_the_closure_that_a_trainer_hands_to_the_optimiz
     """The Trainer's forward pass runs inside ``optimizer.step``, whose own operations no observer records."""
     script = str(SCRIPTS / "lightning_trainer.py")
     assert main(["diagnose", "--steps", "4", "--out", str(folder), script, "--factor", "1e6"]) == 1
-    record = read_record(folder / "record.json")
-    assert isinstance(record, DiagnoseRecord)
+    record = record_at(folder / "record.json", DiagnoseRecord)
     found = (record.verdict, record.module, record.phase, record.step)
     assert found == ("range_overflow", "0", "forward", 1)
     assert "lightning_trainer.py:" in (record.line or "")
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_TWO
 def test_ranges(script: str, folder: Path) -> None:
     record = record_of(folder, "ranges", script)
     assert isinstance(record, RangesRecord)
@@ -224,7 +223,7 @@ def test_ranges(script: str, folder: Path) -> None:
     assert [(w.format, w.empty) for w in record.windows if w.format == "fp16"] == [("fp16", False)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
+@ON_TWO
 def test_fallback(script: str, folder: Path) -> None:
     record = record_of(folder, "fallback", script)
     assert isinstance(record, FallbackRecord)

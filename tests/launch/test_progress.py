@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers_launch import Display, children_in_this_process
+from helpers_launch import Display, children_in_this_process, request_for
 from mezzo.errors import ScriptError
 from mezzo.launch.progress import followed, read_latest, reports_to, shown_on
 from mezzo.launch.request import Request
@@ -18,10 +18,8 @@ from paths import SCRIPTS
 NAN = float("nan")
 
 
-def request(tmp_path: Path, target: str = str(SCRIPTS / "plain.py")) -> Request:
-    return Request(
-        target=target, kind="script", policy="bf16", record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )  # type: ignore[arg-type]
+def request(tmp_path: Path) -> Request:
+    return request_for(tmp_path, str(SCRIPTS / "plain.py"), policy="bf16")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 
 from mezzo.launch.recording import FilesRead, files_read
 
@@ -25,10 +25,15 @@ def written(path: Path, at_s: float, *, content: bytes = b"weights") -> Path:
     return path
 
 
-def looked_at(path: Path) -> list[str]:
-    files = FilesRead(since_s=BEGAN, before_s=STARTED)
-    files.read(path)
+def names(files: FilesRead) -> list[str]:
     return [Path(found.path).name for found in files.found]
+
+
+def looked_at(*paths: object) -> list[str]:
+    files = FilesRead(since_s=BEGAN, before_s=STARTED)
+    for path in paths:
+        files.read(path)
+    return names(files)
 
 
 @pytest.mark.parametrize(
@@ -55,23 +60,13 @@ def test_what_is_no_file_of_content_is_left_out(tmp_path: Path) -> None:
     assert looked_at(tmp_path) == []
     assert looked_at(tmp_path / "missing") == []
     assert looked_at(written(tmp_path / "lock", STARTED - 9.25, content=b"")) == []
-    files = FilesRead(since_s=BEGAN, before_s=STARTED)
-    for odd in (3, None, b"\x00", object()):
-        files.read(odd)
-    assert files.found == []
+    assert looked_at(3, None, b"\x00", object()) == []
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "__pycache__/m.cpython.pyc",
-        "lib/site-packages/p/data.json",
-        "mlruns/0/meta.yaml",
-        "wandb/run/log.txt",
-        "mlflow.db",
-        "m.pyc",
-    ],
-)
+PLACES = "__pycache__/m.cpython.pyc lib/site-packages/p/data.json mlruns/0/meta.yaml wandb/run/log.txt mlflow.db m.pyc"
+
+
+@pytest.mark.parametrize("place", PLACES.split())
 def test_what_carries_no_training_is_left_out(tmp_path: Path, place: str) -> None:
     path = tmp_path / place
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,46 +105,40 @@ def heard(path: Path, use: Callable[[Path], object]) -> list[str]:
     os.utime(path, (now := time.time() - 1.0003, now))
     with files_read(now - 60.0) as files:
         use(path)
-    return [Path(found.path).name for found in files.found]
+    return names(files)
 
 
 @pytest.mark.parametrize(("earlier_s", "found"), [(0.0101, []), (0.5003, ["last.pt"])])
 def test_a_file_dated_a_tick_before_the_run_may_be_its_own(tmp_path: Path, earlier_s: float, found: list[str]) -> None:
+    path = written(tmp_path / "last.pt", STARTED)
     now = time.time()
-    path = written(tmp_path / "last.pt", now - earlier_s)
+    os.utime(path, (now - earlier_s,) * 2)
     with files_read(now - 60.0) as files:
         path.read_bytes()
-    assert [Path(file.path).name for file in files.found] == found
+    assert names(files) == found
 
 
 def opened(mode: str) -> Callable[[Path], object]:
     return lambda path: path.open(mode).close()
 
 
-def numpy_memory_map(path: Path) -> object:
-    return np.memmap(path, mode="r").shape
+READ: list[Callable[[Path], object]] = [
+    *(opened(mode) for mode in ("r", "rb", "r+", "a+")),
+    Path.read_bytes,
+    lambda path: os.close(os.open(path, os.O_RDONLY)),
+    lambda path: os.close(os.open(os.fsencode(path), os.O_RDWR)),
+    lambda path: shutil.copy(path, path.with_suffix(".copy")),
+    lambda path: np.memmap(path, mode="r").shape,
+]
+NOT_READ: list[Callable[[Path], object]] = [
+    *(opened(mode) for mode in ("w", "w+", "a")),
+    lambda path: os.close(os.open(path, os.O_RDWR | os.O_TRUNC)),
+    os.path.exists,
+    Path.stat,
+]
 
 
-@pytest.mark.parametrize(
-    ("use", "read"),
-    [
-        (opened("r"), True),
-        (opened("rb"), True),
-        (opened("r+"), True),
-        (opened("a+"), True),
-        (opened("w"), False),
-        (opened("w+"), False),
-        (opened("a"), False),
-        (Path.read_bytes, True),
-        (lambda path: os.close(os.open(path, os.O_RDONLY)), True),
-        (lambda path: os.close(os.open(path, os.O_RDWR | os.O_TRUNC)), False),
-        (lambda path: os.close(os.open(os.fsencode(path), os.O_RDWR)), True),
-        (lambda path: shutil.copy(path, path.with_suffix(".copy")), True),
-        (numpy_memory_map, True),
-        (os.path.exists, False),
-        (Path.stat, False),
-    ],
-)
+@pytest.mark.parametrize(("use", "read"), [*((one, True) for one in READ), *((one, False) for one in NOT_READ)])
 def test_opening_for_reading_is_recorded(tmp_path: Path, use: Callable[[Path], object], read: bool) -> None:
     path = tmp_path / "last.pt"
     path.write_bytes(b"weights")
@@ -176,22 +165,15 @@ def test_a_checkpoint_of_torch_is_recorded(tmp_path: Path) -> None:
 
 
 def test_libraries_that_open_files_in_native_code_are_recorded(tmp_path: Path) -> None:
-    import safetensors
-
     tensors = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(2)}, tensors)
+    safetensors.torch.save_file({"w": torch.ones(2)}, tensors)
 
     def through_the_package(path: Path) -> list[str]:
         with safetensors.safe_open(path, framework="pt") as file:
             return list(file.keys())
 
-    def through_its_torch(path: Path) -> object:
-        import safetensors.torch
-
-        return safetensors.torch.load_file(path)
-
     assert heard(tensors, through_the_package) == ["model.safetensors"]
-    assert heard(tensors, through_its_torch) == ["model.safetensors"]
+    assert heard(tensors, lambda path: safetensors.torch.load_file(path)) == ["model.safetensors"]
     raw = tmp_path / "raw.bin"
     raw.write_bytes(b"1234")
     assert heard(raw, lambda path: torch.from_file(str(path), size=1)) == ["raw.bin"]
@@ -203,7 +185,7 @@ def test_libraries_that_open_files_in_native_code_are_recorded(tmp_path: Path) -
 def test_nothing_is_heard_outside(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     path.write_bytes(b"weights")
-    load, open_safely = torch.jit.load, __import__("safetensors").safe_open
+    load, open_safely = torch.jit.load, safetensors.safe_open
     with files_read(None) as never:
         path.read_bytes()
     with files_read(time.time()) as ended:
@@ -211,7 +193,7 @@ def test_nothing_is_heard_outside(tmp_path: Path) -> None:
     os.utime(path, (time.time() - 1.0003,) * 2)
     path.read_bytes()
     assert (never.found, ended.found) == ([], [])
-    assert (torch.jit.load, __import__("safetensors").safe_open) == (load, open_safely)
+    assert (torch.jit.load, safetensors.safe_open) == (load, open_safely)
 
 
 def test_a_run_that_reads_a_million_files_forgets_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

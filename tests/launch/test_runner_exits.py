@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers_launch import request_for
 from mezzo.launch import runner
-from mezzo.launch.request import Request
 from mezzo.records import RunRecord
 
 
@@ -46,9 +46,7 @@ def test_a_stopped_run_has_a_shells_exit_code(
     returned: int, limit_s: float | None, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_start", lambda request, sink: Process(returned))
-    request = Request(
-        target="train.py", kind="script", policy=None, record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )
+    request = request_for(tmp_path, "train.py", policy=None)
     interrupted = (lambda: True) if limit_s is None else None
     record = runner.run_alone(request, output=tmp_path / "output.log", limit_s=limit_s, interrupted=interrupted)
     assert isinstance(record, RunRecord)

@@ -13,24 +13,19 @@ import pytest
 import torch
 import torch.utils.data._utils.worker
 
+from helpers_launch import request_for
+from helpers_values import record_at
 from mezzo import cli
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.spawned import Recorded, SpawnedProcesses, run_function
-from mezzo.policy import Policy
-from mezzo.records import AuditRecord, RunRecord, Steps, read_record, write_record
+from mezzo.records import AuditRecord, RunRecord, Steps, write_record
 from paths import SCRIPTS
 from record_builders import environment
 
 
 def request(folder: Path, **fields: Any) -> Request:
-    known: dict[str, Any] = {
-        "target": "train.py",
-        "kind": "script",
-        "policy": Policy.parse("fp16"),
-        "command": ("mezzo",),
-    }
-    return Request(record_path=str(folder / "record.json"), **{**known, **fields})
+    return request_for(folder, fields.pop("target", "train.py"), policy="fp16", **fields)
 
 
 def record(loss: list[float], **fields: Any) -> RunRecord:
@@ -148,15 +143,13 @@ def test_a_script_started_again_with_a_rank_runs_under_the_policy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mp.spawn", "fork"])  # torch's mp.spawn starts Python's "spawn"
-def test_both_processes_train_under_the_policy(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_processes_train_under_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mp.spawn of torch starts Python's "spawn"; the next test forks."""
     monkeypatch.setenv("MEETING", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert (
-        cli.main(["run", "--policy", "fp16", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), method]) == 0
-    )
-    found = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(found, RunRecord)
+    words = ["run", "--policy", "fp16", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "mp.spawn"]
+    assert cli.main(words) == 0
+    found = record_at(tmp_path / "out" / "record.json", RunRecord)
     assert found.error is None
     assert found.effective.flops_by_format.keys() == {"fp16"}
     assert [(rank.num_steps, rank.final_scale) for rank in found.ranks] == [(6, 65536.0)] * 2
@@ -168,9 +161,8 @@ def test_both_processes_train_under_the_policy(method: str, tmp_path: Path, monk
 def test_an_audit_sees_the_processes_that_a_script_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEETING", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cli.main(["audit", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "mp.spawn"]) == 0
-    found = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(found, AuditRecord)
+    assert cli.main(["audit", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "fork"]) == 0
+    found = record_at(tmp_path / "out" / "record.json", AuditRecord)
     # 8 samples, 16 inputs, 4 outputs: the product and the weight's gradient, 2 FLOPs for each element
     assert found.flops_by_format == {"fp32": 2 * 2 * 8 * 16 * 4}
     assert len(found.run.steps) == 3

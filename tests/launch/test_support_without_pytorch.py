@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers_values import existing
 from mezzo.errors import ScriptError
 from mezzo.launch.request import ModelChanges, ScriptFile
 from mezzo.launch.support import WithoutPyTorch, refusal
@@ -31,8 +32,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 def test_what_is_asked_for_is_refused_as_before_the_script_runs(ask: Callable[[Any], Any], feature: str) -> None:
     with pytest.raises(ScriptError) as caught:
         ask(Training())
-    before = refusal(feature, "Paddle")
-    assert before is not None
+    before = existing(refusal(feature, "Paddle"))
     assert (caught.value.message, caught.value.hint) == (before.message, before.hint)
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import run_in_child
 from mezzo.launch import training
-from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child
 from mezzo.launch.training import StepLimit
 from mezzo.observe.settings import StopScript
 from mezzo.records import RunRecord
@@ -18,21 +16,11 @@ from paths import SCRIPTS
 
 
 def ran(folder: Path, *arguments: str, script: str = "plain", policy: str = "fp32", **limits: Any) -> RunRecord:
-    request = Request(
-        target=str(SCRIPTS / f"{script}.py"),
-        kind="script",
-        arguments=arguments,
-        policy=policy,
-        record_path=str(folder / "record.json"),
-        command=("mezzo",),
-        **limits,
-    )
-    with children_in_this_process():
-        return run_child(request, output=folder / "output.log")
+    return run_in_child(folder, str(SCRIPTS / f"{script}.py"), *arguments, policy=policy, **limits)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "as-is"])
-@pytest.mark.parametrize("steps", [1, 5, 130])  # 130: the steady state, in which little is recorded
+# 130: the steady state, in which little is recorded
+@pytest.mark.parametrize(("policy", "steps"), [("fp32", 1), ("bf16", 5), ("as-is", 1), ("as-is", 130), ("fp16", 130)])
 def test_the_first_steps_are_those_of_the_whole_run(tmp_path: Path, policy: str, steps: int) -> None:
     whole = ran(tmp_path, "140", policy=policy)
     first = ran(tmp_path, "140", policy=policy, stop_after_steps=steps)

@@ -5,8 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
-from mezzo.measure.bottleneck import DeviceRates, Loader, OperationWork, RunMeasurements, bottleneck, shares_of
+from mezzo.measure.bottleneck import (
+    DeviceRates,
+    Loader,
+    OperationTimes,
+    OperationWork,
+    RunMeasurements,
+    bottleneck,
+    cpu_rates,
+    shares_of,
+)
 from mezzo.records import GpuUse
 
 RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10)
@@ -17,6 +27,11 @@ TINY = OperationWork(flops=100, bytes=100, cpu_s=5e-6)
 PLAIN = RunMeasurements(num_steps=10, wall_s=10 * STEP_S, idle_share=0.0, operations=[PRODUCT], rates=RATES)
 GPU = GpuUse(name="H100", num_samples=9, utilization=0.97, power_w=400, power_limit_w=700)
 LIMITED = GPU.model_copy(update={"power_w": 690.0, "throttled": {"power limit": 0.8}})
+
+
+SELDOM = LIMITED.model_copy(update={"throttled": {"power limit": 0.1}})
+IDLE = GPU.model_copy(update={"utilization": 0.4})
+REFUSED = dataclasses.replace(PRODUCT, cpu_s=0.018)
 
 
 def on_gpu(gpu: GpuUse | None, **more: object) -> RunMeasurements:
@@ -35,11 +50,7 @@ CASES: list[tuple[str, RunMeasurements, str]] = [
     ("a lock beside a loader", dataclasses.replace(PLAIN, idle_share=0.7, input_s=0.1), "waiting"),
     ("a loader beside a lock", dataclasses.replace(PLAIN, idle_share=0.8, input_s=0.5), "input"),
     ("an exchange", dataclasses.replace(PLAIN, communication_s=0.4, idle_share=0.4), "communication"),
-    (
-        "a busy machine",
-        dataclasses.replace(PLAIN, preempted_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
-        "arithmetic",
-    ),
+    ("a busy machine", dataclasses.replace(PLAIN, preempted_share=0.8, operations=[REFUSED]), "arithmetic"),
     ("a lock on a busy machine", dataclasses.replace(PLAIN, preempted_share=0.4, idle_share=0.5), "waiting"),
     ("no operations", dataclasses.replace(PLAIN, operations=[]), "unknown"),
     ("too few steps", dataclasses.replace(PLAIN, num_steps=4), "unknown"),
@@ -47,13 +58,9 @@ CASES: list[tuple[str, RunMeasurements, str]] = [
     ("a busy GPU", on_gpu(GPU), "arithmetic"),
     ("a busy GPU that copies", on_gpu(GPU, operations=[COPY]), "bandwidth"),
     ("a GPU at its power limit", on_gpu(LIMITED), "power"),
-    (
-        "a limit reached now and then",
-        on_gpu(LIMITED.model_copy(update={"throttled": {"power limit": 0.1}})),
-        "arithmetic",
-    ),
-    ("a GPU at 40%", on_gpu(GPU.model_copy(update={"utilization": 0.4})), "host"),
-    ("a GPU at 40% that waits for data", on_gpu(GPU.model_copy(update={"utilization": 0.4}), input_s=0.58), "input"),
+    ("a limit reached now and then", on_gpu(SELDOM), "arithmetic"),
+    ("a GPU at 40%", on_gpu(IDLE), "host"),
+    ("a GPU at 40% that waits for data", on_gpu(IDLE, input_s=0.58), "input"),
     ("a GPU whose thread sleeps", on_gpu(GPU, idle_share=0.9), "arithmetic"),
     ("a GPU without counters", on_gpu(None), "arithmetic"),
     ("a GPU without facts", on_gpu(None, rates=None), "unknown"),
@@ -125,3 +132,21 @@ def test_the_line_that_sleeps_is_named() -> None:
     assert "train.py:15" in found.sentence
     assert "train.py:15" in found.change[0]
     assert bottleneck(dataclasses.replace(PLAIN, sleeping_line="train.py:15")).line == ""
+
+
+# --- Operations and bytes of a step, against hand counts ---
+
+
+def test_operations_and_bytes_by_hand() -> None:
+    a, b = torch.ones(4, 8), torch.ones(8, 2)
+    with OperationTimes() as times:
+        a @ b
+        a.t()
+        a + a
+    assert [(o.flops, o.bytes) for o in times.operations] == [(2 * 4 * 8 * 2, 4 * (32 + 16 + 8)), (0, 0), (0, 4 * 64)]
+    assert all(o.cpu_s >= 0 for o in times.operations)
+
+
+def test_a_machine_multiplies_faster_than_it_moves() -> None:
+    rates = cpu_rates(torch.get_num_threads())
+    assert rates.flops_per_s > rates.bytes_per_s > 1e7

@@ -52,77 +52,53 @@ TF32_REASON = (
 )
 
 
+NO_COMPILER = (
+    "no C++ compiler",
+    "install g++ or clang++ (on Windows: Visual Studio Build Tools)",
+    "torch.compile needs one to generate CPU kernels and fails there without it",
+)
+NO_CUDA = (
+    "a GPU that torch cannot use",
+    "install a CUDA build of torch: https://pytorch.org/get-started/locally",
+    "nvidia-smi finds a GPU (driver 570.86), but this torch was built without CUDA; with it, training runs on that GPU",
+)
+NOT_SEEN = (
+    "a GPU that torch cannot use",
+    "check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA 12.8",
+    "nvidia-smi finds a GPU (driver 470.1), but torch sees none; once it does, training runs on that GPU",
+)
+NO_UNITS = (
+    "no matrix units for half precision",
+    "compare losses and memory here, times on a GPU that has them (NVIDIA: compute capability 7.0 or later)",
+    "half precision is emulated on a GPU: compute capability 6.1, and matrix units take fp16 only from 7.0",
+)
+TF32_OFF = ("TF32 is off for matrix products", "mezzo run --policy tf32", TF32_REASON)
+ALL_TF32_OFF = ("TF32 is off for matrix products and convolutions", "mezzo run --policy tf32", TF32_REASON)
+NO_TRITON = (
+    "Triton is missing",
+    "pip install triton (on Windows: triton-windows)",
+    "torch.compile needs it to generate GPU kernels",
+)
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
         (machine(AMX_CPU), []),
         (machine(CPU), [EMULATED]),
         (machine(BF16_CPU), [("FP16 on this CPU", *EMULATED[1:])]),
-        (
-            machine(AMX_CPU, compiler=None),
-            [
-                (
-                    "no C++ compiler",
-                    "install g++ or clang++ (on Windows: Visual Studio Build Tools)",
-                    "torch.compile needs one to generate CPU kernels and fails there without it",
-                )
-            ],
-        ),
-        (
-            machine(AMX_CPU, driver="570.86"),
-            [
-                (
-                    "a GPU that torch cannot use",
-                    "install a CUDA build of torch: https://pytorch.org/get-started/locally",
-                    "nvidia-smi finds a GPU (driver 570.86), but this torch was built without CUDA;"
-                    " with it, training runs on that GPU",
-                )
-            ],
-        ),
-        (
-            machine(AMX_CPU, driver="470.1", cuda_build="12.8"),
-            [
-                (
-                    "a GPU that torch cannot use",
-                    "check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA 12.8",
-                    "nvidia-smi finds a GPU (driver 470.1), but torch sees none; once it does, training runs on that GPU",
-                )
-            ],
-        ),
+        (machine(AMX_CPU, compiler=None), [NO_COMPILER]),
+        (machine(AMX_CPU, driver="570.86"), [NO_CUDA]),
+        (machine(AMX_CPU, driver="470.1", cuda_build="12.8"), [NOT_SEEN]),
         (machine(AMX_CPU, cuda_build="12.8"), []),
         (machine(gpu((9, 0)), CPU), [BEGIN_BF16]),
         (machine(gpu((7, 5)), CPU), [BEGIN_FP16]),
         (machine(gpu((7, 5)), CPU, matmul_precision="none", conv_precision="none"), [BEGIN_FP16]),
-        (
-            machine(gpu((6, 1)), CPU),
-            [
-                (
-                    "no matrix units for half precision",
-                    "compare losses and memory here, times on a GPU that has them (NVIDIA: compute capability 7.0 or later)",
-                    "half precision is emulated on a GPU: compute capability 6.1, and matrix units take fp16 only from 7.0",
-                )
-            ],
-        ),
-        (
-            machine(gpu((8, 0)), CPU, matmul_precision="none"),
-            [BEGIN_BF16, ("TF32 is off for matrix products", "mezzo run --policy tf32", TF32_REASON)],
-        ),
-        (
-            machine(gpu((8, 0)), CPU, matmul_precision="ieee", conv_precision="ieee"),
-            [BEGIN_BF16, ("TF32 is off for matrix products and convolutions", "mezzo run --policy tf32", TF32_REASON)],
-        ),
+        (machine(gpu((6, 1)), CPU), [NO_UNITS]),
+        (machine(gpu((8, 0)), CPU, matmul_precision="none"), [BEGIN_BF16, TF32_OFF]),
+        (machine(gpu((8, 0)), CPU, matmul_precision="ieee", conv_precision="ieee"), [BEGIN_BF16, ALL_TF32_OFF]),
         (machine(gpu((8, 0)), CPU, matmul_precision=None), [BEGIN_BF16]),
-        (
-            machine(gpu((8, 0)), CPU, triton=None),
-            [
-                BEGIN_BF16,
-                (
-                    "Triton is missing",
-                    "pip install triton (on Windows: triton-windows)",
-                    "torch.compile needs it to generate GPU kernels",
-                ),
-            ],
-        ),
+        (machine(gpu((8, 0)), CPU, triton=None), [BEGIN_BF16, NO_TRITON]),
     ],
 )
 def test_advice_follows_from_the_facts(found: Facts, expected: list[tuple[str, str, str]]) -> None:
@@ -138,17 +114,9 @@ def test_an_amd_gpu_is_reported_with_its_own_formats() -> None:
     device = Device(kind="cuda", name="AMD Instinct MI300X", architecture="gfx942")
     report = device_report(device, facts=machine(device, CPU))
     assert (report.name, report.compute_capability) == ("AMD Instinct MI300X (gfx942)", None)
-    levels = {f.format: f.level for f in report.formats}
-    assert levels == {
-        "fp32": "native",
-        "tf32": "impossible",
-        "fp16": "native",
-        "bf16": "native",
-        "e4m3": "emulated",
-        "e5m2": "emulated",
-        "e4m3fnuz": "native",
-        "e5m2fnuz": "native",
-    }
+    native, emulated = ("fp32", "fp16", "bf16", "e4m3fnuz", "e5m2fnuz"), ("e4m3", "e5m2")
+    levels = dict.fromkeys(native, "native") | dict.fromkeys(emulated, "emulated") | {"tf32": "impossible"}
+    assert {f.format: f.level for f in report.formats} == levels
     assert [state.value for state in tf32_state(machine(device, CPU))] == ["no effect", "no effect"]
 
 
@@ -164,21 +132,16 @@ MATMUL = "torch.backends.cuda.matmul.fp32_precision"
 CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"
 
 
+CONV_ON, CONV_UNKNOWN = ("on", f"{CONVOLUTION} is 'tf32'"), ("unknown", f"this torch has no {CONVOLUTION}")
+
+
 @pytest.mark.parametrize(
     ("found", "matmul", "convolution"),
     [
         (machine(CPU, matmul_precision="tf32"), NO_GPU, NO_GPU),
         (machine(gpu((7, 5)), CPU), TOO_OLD, TOO_OLD),
-        (
-            machine(gpu((8, 0)), CPU, matmul_precision="none"),
-            ("off", f"{MATMUL} is 'none'"),
-            ("on", f"{CONVOLUTION} is 'tf32'"),
-        ),
-        (
-            machine(gpu((8, 0)), CPU, conv_precision=None),
-            ("on", f"{MATMUL} is 'tf32'"),
-            ("unknown", f"this torch has no {CONVOLUTION}"),
-        ),
+        (machine(gpu((8, 0)), CPU, matmul_precision="none"), ("off", f"{MATMUL} is 'none'"), CONV_ON),
+        (machine(gpu((8, 0)), CPU, conv_precision=None), ("on", f"{MATMUL} is 'tf32'"), CONV_UNKNOWN),
     ],
 )
 def test_the_state_of_tf32(found: Facts, matmul: tuple[str, str], convolution: tuple[str, str]) -> None:

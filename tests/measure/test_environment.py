@@ -50,8 +50,7 @@ def test_a_missing_device_is_not_queried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [(None, None), (91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2"), (7605, "7.6.5")],
+    ("number", "text"), [(None, None), (91002, "9.10.2"), (90100, "9.1.0"), (8902, "8.9.2"), (7605, "7.6.5")]
 )
 def test_cudnn_numbers_read_as_versions(number: int | None, text: str | None) -> None:
     assert cudnn_text(number) == text

@@ -36,10 +36,7 @@ def test_a_report_is_due_again_after_its_interval() -> None:
     assert [latest.loss for latest in found] == [10.0, 10.5, 11.1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [([True, False], 1), ([False], 0), ([], 0), ([True, object()], None)],
-)
+@pytest.mark.parametrize(("flags", "expected"), [([True, False], 1), ([False], 0), ([], 0), ([True, object()], None)])
 def test_skips_are_counted_where_the_host_knows_them(flags: list[object], expected: int | None) -> None:
     found: list[Latest] = []
     reports = Reports()

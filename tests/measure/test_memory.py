@@ -24,13 +24,17 @@ def weighed(
     loss_of: Callable[[Tensor], Tensor],
     inputs: Tensor,
     build: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    *,
+    steps: int = 3,
+    before_each: Callable[[], object] = lambda: None,
     **settings: float,
 ) -> Memory:
     """Train three steps and return the bytes of the second."""
     optimizer = build(model.parameters(), lr=0.01, **settings)
     with switched(Policy.parse(policy)) as (_, counted):
-        for _ in range(3):
+        for _ in range(steps):
             optimizer.zero_grad()
+            before_each()
             loss_of(model(inputs)).backward()
             optimizer.step()
     return counted.memory()
@@ -61,14 +65,7 @@ def test_activations_of_a_perceptron(policy: str) -> None:
 
 @pytest.mark.parametrize(("num_steps", "known"), [(0, (False, False)), (1, (True, False)), (2, (True, True))])
 def test_what_was_not_measured_is_not_zero(num_steps: int, known: tuple[bool, bool]) -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, counted):
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            mean_square(model(torch.randn(BATCH, 6))).backward()
-            optimizer.step()
-    found = counted.memory()
+    found = weighed("fp32", mlp(), mean_square, torch.randn(BATCH, 6), steps=num_steps)
     assert (found.parameters_bytes is not None, found.activations_bytes is not None) == known
     assert (found.gradients_bytes is not None, found.optimizer_bytes is not None) == known[:1] * 2
     assert (found.total_bytes is not None) == all(known)
@@ -165,15 +162,13 @@ def test_a_pure_policy_halves_parameters_gradients_and_state() -> None:
 
 def test_a_graph_that_was_thrown_away_is_not_counted() -> None:
     model, inputs = mlp(), torch.randn(BATCH, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, counted):
-        for _ in range(3):
-            optimizer.zero_grad()
-            for _ in range(3):  # with gradients on, and never used
-                model(torch.randn(100, 6))
-            mean_square(model(inputs)).backward()
-            optimizer.step()
-    assert counted.memory().activations_bytes == MLP_BYTES["fp32"]
+
+    def thrown_away() -> None:
+        for _ in range(3):  # with gradients on, and never used
+            model(torch.randn(100, 6))
+
+    found = weighed("fp32", model, mean_square, inputs, before_each=thrown_away)
+    assert found.activations_bytes == MLP_BYTES["fp32"]
 
 
 @pytest.mark.parametrize(
@@ -192,26 +187,22 @@ def test_a_batch_that_is_cut_out_of_a_data_set_counts_alone(cut: Callable[[Tenso
 
 def test_parts_of_a_data_set_that_overlap_count_once() -> None:
     data = torch.randn(4096, 6)
-    inputs, targets = (
-        data[16 : 16 + BATCH],
-        data[17 : 17 + BATCH, :2],
-    )  # the last target lies two elements beyond the inputs
+    inputs, targets = data[16 : 16 + BATCH], data[17 : 17 + BATCH, :2]  # the last target lies two elements beyond
     found = weighed("fp32", mlp(), lambda y: (y * targets).mean(), inputs).activations_bytes
-    assert found == 4 * (
-        BATCH * 6 + 2 + BATCH * 16
-    )  # the product keeps the targets; what it would keep of y has no use
+    # The product keeps the targets; what it would keep of y has no use.
+    assert found == 4 * (BATCH * 6 + 2 + BATCH * 16)
 
 
 def test_the_largest_of_several_backward_passes_counts() -> None:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with switched(Policy.parse("fp32")) as (_, counted):
-        for _ in range(3):
-            optimizer.zero_grad()
-            for size in (3, BATCH, 5):
-                F.mse_loss(model(torch.randn(size, 6)), torch.zeros(size, 2)).backward()
-            optimizer.step()
-    assert counted.memory().activations_bytes == MLP_BYTES["fp32"]
+
+    def others() -> None:
+        for size in (3, BATCH):
+            F.mse_loss(model(torch.randn(size, 6)), torch.zeros(size, 2)).backward()
+
+    targets = torch.zeros(5, 2)
+    found = weighed("fp32", model, lambda y: F.mse_loss(y, targets), torch.randn(5, 6), before_each=others)
+    assert found.activations_bytes == MLP_BYTES["fp32"]
 
 
 def test_the_state_of_an_optimizer_whose_first_updates_are_skipped_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from helpers_values import existing
 from mezzo.commands.resume_check.judgement import start_of
 from mezzo.measure.state_trace import Moment, OptimizerState, Point, RunTrace, WrittenFile, line_of, read_trace
 
@@ -45,6 +46,5 @@ def test_the_start_is_found_by_the_weights() -> None:
 
 def test_equal_weights_are_distinguished_by_the_rest() -> None:
     whole = RunTrace(points={n: Point(updates=n, weights=["a"], names=["a"], samples=f"s{n}") for n in range(6)})
-    found = start_of(whole, Point(updates=0, weights=["a"], samples="s2"), latest=5)
-    assert found is not None
+    found = existing(start_of(whole, Point(updates=0, weights=["a"], samples="s2"), latest=5))
     assert found.updates == 2

@@ -19,11 +19,7 @@ def test_a_step_without_a_norm_has_none() -> None:
     assert math.isnan(_combined_norm([]))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [0.1, 1e-45, 3.4e38, -2.5, math.inf, math.nan, 1e300, 1 / 3 + 0.5j],
-    ids=str,
-)
+@pytest.mark.parametrize("value", [0.1, 1e-45, 3.4e38, -2.5, math.inf, math.nan, 1e300, 1 / 3 + 0.5j], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128], ids=str)
 def test_advance_stores_a_loss_as_torch_copies_it(value: complex, dtype: torch.dtype) -> None:
     loss = torch.tensor(value if dtype.is_complex else complex(value).real, dtype=dtype, requires_grad=True)
@@ -56,11 +52,7 @@ def test_advance_records_what_close_and_loss_do(
         recorder.loss(torch.tensor(3.0))
     advancing.prepare_advance(frozenset((0,)), scale=None if num_extras else 8.0, num_extras=num_extras)
     for step in range(1, 1200):
-        scale, skipped, loss = (
-            torch.tensor(float(step % 7)),
-            torch.tensor(float(step % 5 == 0)),
-            torch.tensor(1.0 / step),
-        )
+        scale, skipped, loss = (torch.tensor(float(value)) for value in (step % 7, step % 5 == 0, 1.0 / step))
         if step % 100 == 0:
             for recorder in (advancing, closing):
                 recorder.norm(torch.tensor(float(step)))

@@ -16,14 +16,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import mezzo
+from helpers_launch import observed_record, run_record
 from mezzo.devices import this_device
 from mezzo.errors import ScriptError
 from mezzo.launch.torch import TorchTraining, switched
-from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings
 from mezzo.policy import Policy
-from mezzo.records import AuditRecord, RunRecord
+from mezzo.records import AuditRecord
 from mezzo.report import terminal
 from mezzo.report.html import render_html
 from mezzo.report.pages import page_of
@@ -140,13 +140,7 @@ def shown(record: object) -> str:
 
 def audited_under(policy: str | None, train: Callable[[], None]) -> AuditRecord:
     """Return the audit of a function's third step."""
-    chosen = None if policy is None else Policy.parse(policy)
-    with switched(chosen, observe=AuditSettings(steps=(3,))) as (run, _), suppress(StopScript):
-        train()
-    assert run.listeners.observer is not None
-    where = environment("cpu")
-    whole = RunRecord(command=[], script="x.py", script_sha256="", policy=policy or "as-is", environment=where)
-    record = run.listeners.observer.record(whole)
+    record = observed_record(train, policy, AuditSettings(steps=(3,)))
     assert isinstance(record, AuditRecord)
     return record
 
@@ -174,15 +168,8 @@ def test_run_says_what_was_left_alone(case: Case) -> None:
     with switched(Policy.parse("fp16")) as (run, counted):
         case.make()()
     training = TorchTraining(run, counted)
-    record = RunRecord(
-        command=[],
-        script="train.py",
-        script_sha256="",
-        policy="fp16",
-        environment=environment("cpu"),
-        steps=training.steps(),
-        effective=training.effective(),
-    )
+    seen = {"steps": training.steps(), "effective": training.effective()}
+    record = run_record("fp16").model_copy(update=seen)
     assert record.changed_nothing
     assert record.effective.flops_by_format == case.flops
     assert (record.effective.num_lowered, record.effective.emulated) == (0, False)
@@ -289,10 +276,8 @@ def test_counts_are_those_of_the_thread_that_trains(command: str) -> None:
     settings: AnySettings = AuditSettings(steps=(1,)) if command == "audit" else DiagnoseSettings(steps=(1, 2))
     with switched(Policy.parse("bf16"), observe=settings) as (run, _), suppress(StopScript):
         train()
-    where = environment("cpu")
-    whole = RunRecord(command=[], script="x.py", script_sha256="", policy="bf16", environment=where)
     assert run.listeners.observer is not None
-    record = run.listeners.observer.record(whole)
+    record = run.listeners.observer.record(run_record("bf16"))
     effective = record.run.effective if isinstance(record, AuditRecord) else record.effective  # type: ignore[union-attr]
     assert effective.flops_by_format == {"bf16": STEP_FLOPS * len(settings.steps)}
     assert run.listeners.observer.watched == list(settings.steps)

@@ -16,28 +16,11 @@ from mezzo.policy import Policy
 from paths import ROOT, SCRIPTS, TESTS
 
 DIFFS = TESTS / "patching" / "diffs"
+LOOPS = ("plain", "accumulation", "clipping", "gan")
 CASES: list[tuple[str, str, LoopKind, str]] = [
     # script, policy, kind, style
-    *(
-        (name, policy, kind, "torch.amp")
-        for name, kind in (
-            ("plain", "plain"),
-            ("accumulation", "accumulation"),
-            ("clipping", "clipping"),
-            ("gan", "gan"),
-            ("compiled", "compiled"),
-        )
-        for policy in ("fp16", "bf16")
-    ),
-    *(
-        (name, "fp16-master", kind, "mezzo")
-        for name, kind in (
-            ("plain", "plain"),
-            ("accumulation", "accumulation"),
-            ("clipping", "clipping"),
-            ("gan", "gan"),
-        )
-    ),
+    *((name, policy, name, "torch.amp") for name in (*LOOPS, "compiled") for policy in ("fp16", "bf16")),
+    *((name, "fp16-master", name, "mezzo") for name in LOOPS),
     ("plain", "tf32", "plain", "torch.amp"),
     ("own_amp", "bf16", "own_amp", "torch.amp"),
     ("lbfgs", "bf16", "plain", "torch.amp"),
@@ -56,10 +39,20 @@ CASES: list[tuple[str, str, LoopKind, str]] = [
 ]  # type: ignore[list-item]
 
 
-def patched(name: str, policy: str) -> Patch:
-    patch = make_patch(SCRIPTS / f"patch_{name}.py", policy=Policy.parse(policy))
+def made(path: Path, policy: str, style: PatchStyle = "auto") -> Patch:
+    patch = make_patch(path, policy=Policy.parse(policy), style=style)
     assert isinstance(patch, Patch), patch
     return patch
+
+
+def patched(name: str, policy: str) -> Patch:
+    return made(SCRIPTS / f"patch_{name}.py", policy)
+
+
+def refused(path: Path, policy: str, style: PatchStyle = "auto") -> Refused:
+    outcome = make_patch(path, policy=Policy.parse(policy), style=style)
+    assert isinstance(outcome, Refused), outcome
+    return outcome
 
 
 def body(diff: str) -> list[str]:
@@ -83,9 +76,7 @@ def test_every_reviewed_diff_is_tested() -> None:
 def test_a_patched_script_is_patched_already(name: str, policy: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     patched(name, policy).write(path)
-    again = make_patch(path, policy=Policy.parse(policy))
-    assert isinstance(again, Refused)
-    assert again.already, again
+    assert refused(path, policy).already
 
 
 @pytest.mark.parametrize("command", [["git", "apply"], ["patch", "-p1", "-i"]])
@@ -104,8 +95,7 @@ def test_the_diff_applies(
     script = tmp_path / "src" / "train.py"
     script.parent.mkdir()
     script.write_bytes(source.rstrip() if name == "unended" else source)
-    patch = make_patch(Path("src/train.py"), policy=Policy.parse(policy))
-    assert isinstance(patch, Patch)
+    patch = made(Path("src/train.py"), policy)
     assert patch.diff.startswith("--- a/src/train.py\n+++ b/src/train.py\n")
     patch.write_diff(tmp_path / "change.diff")
     binary = ["--binary"] if command[0] == "patch" else []
@@ -129,13 +119,8 @@ EVERY = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if TRAINS.search(path.read_text(encoding="utf-8"))
 )
-ASKED: list[tuple[str, PatchStyle]] = [
-    ("fp16", "torch.amp"),
-    ("fp16", "mezzo"),
-    ("bf16", "auto"),
-    ("fp16-master", "auto"),
-    ("tf32", "auto"),
-]
+AUTO: list[tuple[str, PatchStyle]] = [(policy, "auto") for policy in ("bf16", "fp16-master", "tf32")]
+ASKED: list[tuple[str, PatchStyle]] = [("fp16", "torch.amp"), ("fp16", "mezzo"), *AUTO]
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
@@ -201,48 +186,35 @@ def test_a_line_without_a_reason_is_found() -> None:
 def test_files_that_cannot_be_read(source: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_bytes(source)
-    outcome = make_patch(path, policy=Policy.parse("fp16"))
-    assert isinstance(outcome, Refused)
-    assert reason in outcome.reason
+    assert reason in refused(path, "fp16").reason
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    outcome = make_patch(tmp_path / "none.py", policy=Policy.parse("fp16"))
-    assert isinstance(outcome, Refused)
-    assert "cannot read" in outcome.reason
+    assert "cannot read" in refused(tmp_path / "none.py", "fp16").reason
 
 
 def test_the_loop_of_a_neighbour_is_patched() -> None:
-    patch = make_patch(SCRIPTS / "imported_loop.py", policy=Policy.parse("fp16"))
-    assert isinstance(patch, Patch)
-    assert patch.path.name == "loop.py"
+    assert made(SCRIPTS / "imported_loop.py", "fp16").path.name == "loop.py"
 
 
 def test_several_neighbours_with_loops_are_refused(tmp_path: Path) -> None:
     for name in ("first", "second"):
         shutil.copy(SCRIPTS / "loop.py", tmp_path / f"{name}.py")
     (tmp_path / "main.py").write_text("import first\nfrom second import train\n")
-    outcome = make_patch(tmp_path / "main.py", policy=Policy.parse("fp16"))
-    assert isinstance(outcome, Refused)
-    assert outcome.reason == "several files next to main.py have training loops: first.py, second.py"
+    reason = refused(tmp_path / "main.py", "fp16").reason
+    assert reason == "several files next to main.py have training loops: first.py, second.py"
 
 
 def test_fp32_needs_no_patch() -> None:
-    outcome = make_patch(SCRIPTS / "patch_plain.py", policy=Policy.parse("fp32"))
-    assert outcome == Refused(reason="fp32 adds nothing to a script", by_hand="keep the script as it is", already=True)
+    nothing = Refused(reason="fp32 adds nothing to a script", by_hand="keep the script as it is", already=True)
+    assert refused(SCRIPTS / "patch_plain.py", "fp32") == nothing
 
 
 def test_the_style_that_was_asked_for() -> None:
     path = SCRIPTS / "patch_plain.py"
-    with_session = make_patch(path, policy=Policy.parse("fp16"), style="mezzo")
-    assert isinstance(with_session, Patch)
-    assert 'mezzo.Session(model, optimizer, policy="fp16", scheduler=scheduler)' in with_session.patched
-    refused = make_patch(path, policy=Policy.parse("fp16-master"), style="torch.amp")
-    assert isinstance(refused, Refused)
-    assert refused.reason == "policy fp16-master: torch.amp keeps weights in FP32; it has no 16-bit weights"
-    chosen = make_patch(path, policy=Policy.parse("fp16-master"))
-    assert isinstance(chosen, Patch)
-    assert (chosen.reasons[0].value, chosen.reasons[0].reason) == (
-        "mezzo.Session",
-        "torch.amp keeps weights in FP32; it has no 16-bit weights",
-    )
+    why = "torch.amp keeps weights in FP32; it has no 16-bit weights"
+    session = 'mezzo.Session(model, optimizer, policy="fp16", scheduler=scheduler)'
+    assert session in made(path, "fp16", "mezzo").patched
+    assert refused(path, "fp16-master", "torch.amp").reason == f"policy fp16-master: {why}"
+    chosen = made(path, "fp16-master").reasons[0]
+    assert (chosen.value, chosen.reason) == ("mezzo.Session", why)

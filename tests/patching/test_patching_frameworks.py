@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Patch, Refused, make_patch
-from mezzo.policy import Policy
+from helpers_patching import patch_of, refusal_of
 
 LIGHTNING = "import lightning as L\n"
 HF = "from transformers import TrainingArguments\n"
@@ -23,48 +22,37 @@ CHANGED = [
     ("from pytorch_lightning import Trainer\nTrainer(\n)\n", "fp16", 'precision="16-mixed")'),
     ("import pytorch_lightning as pl\nt = pl.Trainer(\n\tmax_epochs=1,\n)\n", "fp16", '\tprecision="16-mixed",'),
     ("from lightning.fabric import Fabric\nFabric()\n", "fp16", 'Fabric(precision="16-mixed")'),
-    (
-        ACCELERATE + 'Accelerator(cpu=True, mixed_precision="no")\n',
-        "fp16",
-        'Accelerator(cpu=True, mixed_precision="fp16")',
-    ),
+    (ACCELERATE + 'Accelerator(mixed_precision="no")\n', "fp16", 'Accelerator(mixed_precision="fp16")'),
     (HF + 'TrainingArguments("x", bf16=True)\n', "fp16", 'TrainingArguments("x", bf16=False, fp16=True)'),
     (HF + 'TrainingArguments("x", fp16=False)\n', "fp16", 'TrainingArguments("x", fp16=True)'),
     ("from transformers import Seq2SeqTrainingArguments as A\nA('x')\n", "bf16", "A('x', bf16=True)"),
 ]
 
 
-def outcome_of(source: str, policy: str, tmp_path: Path) -> Patch | Refused:
-    path = tmp_path / "script.py"
-    path.write_text(source, encoding="utf-8")
-    return make_patch(path, policy=Policy.parse(policy))
-
-
 @pytest.mark.parametrize(("source", "policy", "line"), CHANGED)
 def test_the_argument_is_set(source: str, policy: str, line: str, tmp_path: Path) -> None:
-    patch = outcome_of(source, policy, tmp_path)
-    assert isinstance(patch, Patch), patch
+    patch = patch_of(source, policy, tmp_path)
     assert line in patch.patched.splitlines()
     assert patch.style == "framework"
     changed = [new for new in patch.patched.splitlines() if new not in source.splitlines()]
     assert len(changed) == 1
 
 
+CLI = "from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n"
+PARSER = "from transformers import HfArgumentParser\nHfArgumentParser(X)\n"
+OPTION = "p.add_argument('--mixed_precision')\nAccelerator(mixed_precision=args.mixed_precision)\n"
+READS = "line 2 reads the trainer's arguments"
+SCALE = "fp16:init_scale=8"
 REFUSED = [
     # source, policy, reason, what to do
     (LIGHTNING + 'L.Trainer(precision="16-mixed")\n', "fp16", "already has precision='16-mixed'", "nothing"),
     (HF + 'TrainingArguments("x", bf16=True)\n', "bf16", "already has bf16=True", "nothing"),
+    (LIGHTNING + "L.Trainer(precision=a.p)\n", "fp16", "line 2 takes precision from a.p", "make a.p equal"),
     (
-        LIGHTNING + "L.Trainer(precision=args.precision)\n",
-        "fp16",
-        "line 2 takes precision from args.precision",
-        "make args.precision equal",
-    ),
-    (
-        ACCELERATE + "p.add_argument('--mixed_precision')\nAccelerator(mixed_precision=args.mixed_precision)\n",
+        ACCELERATE + OPTION,
         "fp16",
         "line 3 takes mixed_precision from args.mixed_precision",
-        "run the script with --mixed_precision fp16",
+        "with --mixed_precision fp16",
     ),
     (LIGHTNING + "o = {'precision': 32}\nL.Trainer(**o)\n", "fp16", "line 3 unpacks arguments", "set precision there"),
     (
@@ -73,37 +61,16 @@ REFUSED = [
         "line 2 takes bf16 from on",
         "set fp16=True and bf16=False there",
     ),
-    (
-        ACCELERATE + "Accelerator()\n",
-        "fp16-master",
-        "policy fp16-master: accelerate has no such setting",
-        "docs/accelerate.md",
-    ),
-    (
-        LIGHTNING + "L.Trainer()\n",
-        "fp16:init_scale=8",
-        "policy fp16:init_scale=8: lightning has no such setting",
-        "docs/lightning.md",
-    ),
-    (
-        "from transformers import HfArgumentParser\nHfArgumentParser(X)\n",
-        "fp16",
-        "line 2 reads the trainer's arguments",
-        "--fp16",
-    ),
-    (
-        "from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n",
-        "fp16",
-        "line 2 reads the trainer's arguments",
-        "--trainer.precision",
-    ),
+    (ACCELERATE + "Accelerator()\n", "fp16-master", "policy fp16-master: accelerate has no", "docs/accelerate.md"),
+    (LIGHTNING + "L.Trainer()\n", SCALE, f"policy {SCALE}: lightning has no such setting", "docs/lightning.md"),
+    (PARSER, "fp16", READS, "--fp16"),
+    (CLI, "fp16", READS, "--trainer.precision"),
 ]
 
 
 @pytest.mark.parametrize(("source", "policy", "reason", "by_hand"), REFUSED)
 def test_the_argument_is_left(source: str, policy: str, reason: str, by_hand: str, tmp_path: Path) -> None:
-    outcome = outcome_of(source, policy, tmp_path)
-    assert isinstance(outcome, Refused), outcome.diff
+    outcome = refusal_of(source, policy, tmp_path)
     assert outcome.reason.startswith(reason)
     assert by_hand in outcome.by_hand
     assert outcome.already is reason.startswith("already")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.patching import Patch, Refused, make_patch
-from mezzo.policy import Policy
+from helpers_patching import patch_of, refusal_of
 
 LOOP = """import torch
 from torch.cuda.amp import GradScaler, autocast
@@ -23,49 +22,17 @@ SCALED = {"backward": "scaler.scale(loss).backward()", "step": "scaler.step(opti
 PLAIN = {"backward": "loss.backward()", "step": "optimizer.step()"}
 
 
-def outcome_of(policy: str, tmp_path: Path, **parts: str) -> Patch | Refused:
-    path = tmp_path / "script.py"
-    path.write_text(LOOP.format(**parts), encoding="utf-8")
-    return make_patch(path, policy=Policy.parse(policy))
-
-
+CUDA = 'scaler = torch.amp.GradScaler("cuda", init_scale=8.0{})'
+LINES = "scaler = GradScaler(\n    init_scale=8.0,\n{})"
+MADE, OFF, TO_BF16 = "scaler = GradScaler()", "scaler = GradScaler(enabled=False)", "autocast(dtype=torch.bfloat16)"
+HALF, TO_FP16 = 'torch.autocast("cuda", torch.{})', "torch.autocast({}, dtype=torch.float16)"
 CHANGED = [
     # scaler and autocast before, policy, and after
-    (
-        "scaler = GradScaler()",
-        "autocast()",
-        "bf16",
-        "scaler = GradScaler(enabled=False)",
-        "autocast(dtype=torch.bfloat16)",
-    ),
-    (
-        'scaler = torch.amp.GradScaler("cuda", init_scale=8.0)',
-        'torch.autocast("cuda", torch.half)',
-        "bf16",
-        'scaler = torch.amp.GradScaler("cuda", init_scale=8.0, enabled=False)',
-        'torch.autocast("cuda", torch.bfloat16)',
-    ),
-    (
-        "scaler = GradScaler(enabled=False)",
-        "torch.autocast(d, dtype=torch.bfloat16)",
-        "fp16",
-        "scaler = GradScaler(enabled=True)",
-        "torch.autocast(d, dtype=torch.float16)",
-    ),
-    (
-        "scaler = GradScaler()",
-        "torch.autocast(device)",
-        "fp16",
-        "scaler = GradScaler()",
-        "torch.autocast(device, dtype=torch.float16)",
-    ),
-    (
-        "scaler = GradScaler(\n    init_scale=8.0,\n)",
-        "autocast()",
-        "bf16",
-        "scaler = GradScaler(\n    init_scale=8.0,\n    enabled=False,\n)",
-        "autocast(dtype=torch.bfloat16)",
-    ),
+    (MADE, "autocast()", "bf16", OFF, TO_BF16),
+    (CUDA.format(""), HALF.format("half"), "bf16", CUDA.format(", enabled=False"), HALF.format("bfloat16")),
+    (OFF, "torch.autocast(d, dtype=torch.bfloat16)", "fp16", OFF.replace("False", "True"), TO_FP16.format("d")),
+    (MADE, "torch.autocast(device)", "fp16", MADE, TO_FP16.format("device")),
+    (LINES.format(""), "autocast()", "bf16", LINES.format("    enabled=False,\n"), TO_BF16),
 ]
 
 
@@ -73,8 +40,7 @@ CHANGED = [
 def test_the_format_is_changed(
     scaler: str, autocast: str, policy: str, new_scaler: str, new_autocast: str, tmp_path: Path
 ) -> None:
-    patch = outcome_of(policy, tmp_path, scaler=scaler, autocast=autocast, **SCALED)
-    assert isinstance(patch, Patch), patch
+    patch = patch_of(LOOP.format(scaler=scaler, autocast=autocast, **SCALED), policy, tmp_path)
     assert patch.patched == LOOP.format(scaler=new_scaler, autocast=new_autocast, **SCALED)
     assert patch.kind == "own_amp"
 
@@ -92,10 +58,7 @@ def test_the_format_is_changed(
 )
 def test_a_scale_is_added_where_there_was_none(above: str, autocast: str, device: str, tmp_path: Path) -> None:
     before, after = (autocast.format(dtype) for dtype in ("torch.bfloat16", "torch.float16"))
-    path = tmp_path / "script.py"
-    path.write_text(f"{above}\n{LOOP.format(scaler='', autocast=before, **PLAIN)}", encoding="utf-8")
-    patch = make_patch(path, policy=Policy.parse("fp16"))
-    assert isinstance(patch, Patch), patch
+    patch = patch_of(f"{above}\n{LOOP.format(scaler='', autocast=before, **PLAIN)}", "fp16", tmp_path)
     assert patch.patched.splitlines()[4:] == [
         f"scaler = torch.amp.GradScaler({device})",
         "",
@@ -109,42 +72,18 @@ def test_a_scale_is_added_where_there_was_none(above: str, autocast: str, device
 
 
 @pytest.mark.parametrize(
-    ("parts", "policy", "reason", "already"),
+    ("scaler", "autocast", "parts", "policy", "reason", "already"),
     [
-        (
-            {"scaler": "scaler = GradScaler()", "autocast": "autocast()", **SCALED},
-            "fp16",
-            "already computes in fp16",
-            True,
-        ),
-        (
-            {"scaler": "", "autocast": 'torch.autocast("cuda", dtype=torch.bfloat16)', **PLAIN},
-            "bf16",
-            "already computes in bf16",
-            True,
-        ),
-        (
-            {"scaler": "scaler = GradScaler()", "autocast": "torch.autocast(d, dtype=ptdtype)", **SCALED},
-            "fp16",
-            "line 6 takes autocast's format from ptdtype",
-            False,
-        ),
-        (
-            {"scaler": "scaler = GradScaler()", "autocast": "autocast()", **SCALED},
-            "fp16-master",
-            "the script has mixed precision of its own, which cannot express policy fp16-master",
-            False,
-        ),
-        (
-            {"scaler": "scaler = GradScaler()", "autocast": "nothing()", **SCALED},
-            "fp16",
-            "line 4 creates a GradScaler, but no autocast was found",
-            False,
-        ),
+        (MADE, "autocast()", SCALED, "fp16", "already computes in fp16", True),
+        ("", 'torch.autocast("cuda", dtype=torch.bfloat16)', PLAIN, "bf16", "already computes in bf16", True),
+        (MADE, "torch.autocast(d, dtype=t)", SCALED, "fp16", "line 6 takes autocast's format from t", False),
+        (MADE, "autocast()", SCALED, "fp16-master", "the script has mixed precision of its own, which cannot", False),
+        (MADE, "nothing()", SCALED, "fp16", "line 4 creates a GradScaler, but no autocast was found", False),
     ],
 )
-def test_what_is_left(parts: dict[str, str], policy: str, reason: str, already: bool, tmp_path: Path) -> None:
-    outcome = outcome_of(policy, tmp_path, **parts)
-    assert isinstance(outcome, Refused), outcome.diff
+def test_what_is_left(
+    scaler: str, autocast: str, parts: dict[str, str], policy: str, reason: str, already: bool, tmp_path: Path
+) -> None:
+    outcome = refusal_of(LOOP.format(scaler=scaler, autocast=autocast, **parts), policy, tmp_path)
     assert outcome.reason.startswith(reason)
     assert outcome.already is already

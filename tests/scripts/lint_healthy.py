@@ -17,10 +17,13 @@ from lint_planted import (
     network,
     optimizer,
     plain_loss,
+    scaled,
     scaler,
+    stepped,
     train_in,
     train_plainly,
     train_with,
+    windows,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -49,14 +52,12 @@ def recipe():
 
 
 def clip_by_hand_after_unscale():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         scaler.unscale_(optimizer)
         total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5
         for p in model.parameters():
             p.grad.mul_(min(1.0, 1.0 / (total.item() + 1e-6)))
             p.grad.clamp_(-1, 1)
-        scaled_step()
 
 
 def clamped_after_unscaling_by_hand():
@@ -70,10 +71,8 @@ def clamped_after_unscaling_by_hand():
 
 
 def clip_at_scaled_limit():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())
-        scaled_step()
 
 
 def limit_scaled_before():
@@ -109,19 +108,15 @@ def unscaled_by_hand_at_once():
 
 
 def norm_divided_by_scale():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         print(torch.stack([p.grad.norm() for p in model.parameters()]).norm() / scaler.get_scale())
-        scaled_step()
 
 
 def scaled_gradients_averaged():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         for p in model.parameters():
             p.grad.div_(1)  # as after an all-reduce by hand
             assert p.grad.isfinite().all()
-        scaled_step()
 
 
 def checked_by_hand():
@@ -249,9 +244,7 @@ def gan_scaled_by_hand():
 def critic_without_scaler():
     other = network()
     second = torch.optim.SGD(other.parameters(), lr=0.01)
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for batch in stepped():
         second.zero_grad()
         plain_loss(batch, other).backward()
         nn.utils.clip_grad_norm_(other.parameters(), 1.0)
@@ -261,20 +254,15 @@ def critic_without_scaler():
 def two_scalers():
     other = network()
     second, own = torch.optim.SGD(other.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=64.0)
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for batch in scaled():
         own.scale(loss_of(batch, other)).backward()
         own.step(second)
         own.update()
         second.zero_grad()
-        scaled_step()
 
 
 def scale_set_by_hand():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         scaler.update(512.0)
         optimizer.zero_grad()
 
@@ -338,37 +326,25 @@ def accumulated_gradients_divided():
 
 
 def half_a_square():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(2):
         (0.5 * plain_loss(batch) / 2).backward()
-        if number % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def half_a_square_by_division():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(2):
         loss = (model(batch[0]) - batch[1]).pow(2).mean() / 2
         (loss / 2).backward()
-        if number % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def mean_of_two_losses():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(2):
         loss = (plain_loss(batch) + F.l1_loss(model(batch[0]), batch[1])) / 2
         (loss / 2).backward()
-        if number % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def sums():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(4):
         F.mse_loss(model(batch[0]), batch[1], reduction="sum").backward()
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def samples():
@@ -457,9 +433,7 @@ def bf16_without_scaler():
 
 
 def bf16_evaluation():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for batch in stepped():
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             model(batch[0])
 
@@ -839,8 +813,7 @@ def compiled_update():
 
 
 def sharpness_aware():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for batch in scaled():
         scaler.unscale_(optimizer)
         length = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         before = [p.detach().clone() for p in model.parameters()]
@@ -852,7 +825,6 @@ def sharpness_aware():
         scaler.scale(loss_of(batch)).backward()
         for p, old in zip(model.parameters(), before, strict=True):
             p.data = old
-        scaled_step()
 
 
 def scaler_in_a_class():
@@ -902,10 +874,8 @@ def queue_in_half():
 
 
 def norm_of_unchanged_clamps():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         print(max(p.grad.clamp(-1, 1).max() for p in model.parameters()))
-        scaled_step()
 
 
 def checkpointed():
@@ -922,58 +892,44 @@ def checkpointed():
 
 
 def saved_with_scaler():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         torch.save({"model": model.state_dict(), **state}, io.BytesIO())
 
 
 def saved_to_files_of_their_own():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
         for each in (model, optimizer, scaler):
             torch.save(each.state_dict(), io.BytesIO())
 
 
 def saved_as_objects():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
+        pass
     torch.save([optimizer, scaler], io.BytesIO())
 
 
 def saved_in_an_object_with_scaler():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
         state = types.SimpleNamespace(optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
         torch.save(state, io.BytesIO())
         pickle.dump(vars(state), io.BytesIO())
 
 
 def saved_for_evaluation():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
         torch.save({"model": model.state_dict(), "state": 3}, io.BytesIO())
 
 
 def scale_saved_as_a_number():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
         torch.save({"optimizer": optimizer.state_dict(), "scale": scaler.get_scale()}, io.BytesIO())
 
 
 def saved_before_the_scaler_steps():
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
-        scaled_step()
+    for _ in stepped():
+        pass
 
 
 def saved_without_a_scaler_in_use():
@@ -1282,11 +1238,8 @@ def last_window_left_out():
 
 
 def weight_of_a_loss():
-    for number, batch in enumerate(batches[:9], 1):
+    for batch in windows(3, 9):
         (0.25 * plain_loss(batch)).backward()
-        if number % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def windows_that_shrink():

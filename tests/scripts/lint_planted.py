@@ -43,54 +43,68 @@ def plain_loss(batch, net=model):
     return F.mse_loss(net(batch[0]), batch[1])
 
 
-def clip_norm():
+def stepped(opt=optimizer, use=scaler):
+    """Yield after each update."""
     for batch in batches[:STEPS]:
-        optimizer.zero_grad()
+        opt.zero_grad()
+        use.scale(loss_of(batch)).backward()
+        use.step(opt)
+        use.update()
+        yield batch
+
+
+def scaled(opt=optimizer):
+    """Yield between each backward pass and its update."""
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
         scaler.scale(loss_of(batch)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # A601
-        scaler.step(optimizer)
+        yield batch
+        scaler.step(opt)
         scaler.update()
+
+
+def windows(size, number=12):
+    """Yield batches whose gradients add up; update after each window of them."""
+    for place, batch in enumerate(batches[:number], 1):
+        yield batch
+        if place % size == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def skipping(opt=optimizer):
+    """Train with a scale from which every update overflows."""
+    return stepped(opt, torch.amp.GradScaler("cpu", init_scale=2.0**40))
+
+
+def clip_norm():
+    for _ in scaled():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # A601
 
 
 def clip_value():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         torch.nn.utils.clip_grad.clip_grad_value_(list(model.parameters()), 0.5)  # A601
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def clip_by_hand():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         total = sum(p.grad.data.norm(2) ** 2 for p in model.parameters()) ** 0.5  # A601
         for p in model.parameters():
             p.grad.mul_(min(1.0, 1.0 / (total.item() + 1e-6)))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
 
 def clip_by_squares():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         gradients = [p.grad for p in model.parameters()]
         total = torch.stack([g.float().pow(2).sum() for g in gradients]).sum().sqrt()  # A601
         torch._foreach_mul_(gradients, (1.0 / (total + 1e-6)).clamp(max=1.0))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
 
 def clamp_by_hand():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         for p in model.parameters():
             p.grad.data.clamp_(-1.0, 1.0)  # A601
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
 
 def clip_one_of_two():
@@ -107,14 +121,10 @@ def clip_one_of_two():
 
 
 def clip_data_by_hand():
-    for batch in batches[:STEPS]:
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))  # A601
         for p in model.parameters():
             p.grad.data = p.grad.data / (total + 1e-6)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
 
 def clip_two_at_once():
@@ -142,13 +152,9 @@ def clip_micro_batches():
 
 
 def clip_before_unscale():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         nn.utils.clip_grad_norm_(filter(lambda p: p.requires_grad, model.parameters()), 1.0)  # A601
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def clip_in_compiled_script():
@@ -163,13 +169,9 @@ def clip_in_compiled_script():
 
 
 def clamped_copy():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         for p in model.parameters():
             p.grad = p.grad.clamp(-1.0, 1.0)  # A601
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def log_norm():
@@ -183,12 +185,8 @@ def log_norm():
 
 
 def log_norm_by_infinite_clip():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         print(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())  # A602
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def step_directly():
@@ -243,13 +241,9 @@ def result_unused():
 
 
 def penalty_not_scaled():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         penalty = 1e-3 * sum(p.square().sum() for p in model.parameters())
         penalty.backward()  # A604
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def other_scaler():
@@ -278,13 +272,9 @@ def update_first():
 
 
 def unscale_twice():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
+    for _ in scaled():
         for _ in range(2):
             scaler.unscale_(optimizer)  # A605
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def unscale_after_step():
@@ -297,11 +287,7 @@ def unscale_after_step():
 
 
 def stepped_again():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         optimizer.step()  # A605
 
 
@@ -346,12 +332,9 @@ def update_between_windows():
 
 
 def divided_twice():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(4):
         loss = plain_loss(batch) / 4
         (loss / 4).backward()  # A607
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def divided_twice_with_scaler():
@@ -390,11 +373,8 @@ def divided_twice_by_accelerate():
 
 
 def not_divided():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(4):
         plain_loss(batch).backward()  # A608
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def not_divided_with_scaler():
@@ -407,12 +387,9 @@ def not_divided_with_scaler():
 
 
 def not_divided_weighted_sum():
-    for number, batch in enumerate(batches, 1):
+    for batch in windows(4):
         predicted = model(batch[0])
         (F.mse_loss(predicted, batch[1]) + 0.1 * F.l1_loss(predicted, batch[1])).backward()  # A608
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def no_scaler():
@@ -432,27 +409,17 @@ def scaler_off():
 
 
 def schedule_on_skip():
-    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     scheduler = schedulers.LinearLR(optimizer, 0.1, 1.0, 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for batch in batches[:STEPS]:
-            optimizer.zero_grad()
-            high.scale(loss_of(batch)).backward()
-            high.step(optimizer)
-            high.update()
+        for _ in skipping():
             scheduler.step()  # A610
 
 
 def schedule_on_skip_of_fused():
     fused = torch.optim.AdamW(model.parameters(), fused=True)
-    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     scheduler = schedulers.LinearLR(fused, 0.1, 1.0, 10)
-    for batch in batches[:STEPS]:
-        fused.zero_grad()
-        high.scale(loss_of(batch)).backward()
-        high.step(fused)
-        high.update()
+    for _ in skipping(fused):
         scheduler.step()  # A610
 
 
@@ -644,50 +611,30 @@ def half_weights():
 
 
 def saved_without_scaler():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())  # A617
 
 
 def saved_without_scaler_deeply():
     scaler.get_scale()
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         state = {"step": 3, "training": {"optimizers": [optimizer.state_dict()]}}
         torch.save(state, io.BytesIO())  # A617
 
 
 def pickled_without_scaler():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         pickle.dump({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())  # A617
 
 
 def saved_in_an_object_without_scaler():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         state = types.SimpleNamespace(model=model.state_dict(), optimizer=optimizer.state_dict())
         torch.save(state, io.BytesIO())  # A617
 
 
 def saved_in_shards_without_scaler():
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(batch)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    for _ in stepped():
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -715,17 +662,6 @@ def shared_and_clipped():
         scaler.step(optimizer)
         scaler.step(second)
         scaler.update()
-
-
-def skipping():
-    """Train with a scale from which every update overflows."""
-    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    for batch in batches[:STEPS]:
-        optimizer.zero_grad()
-        high.scale(loss_of(batch)).backward()
-        high.step(optimizer)
-        high.update()
-        yield
 
 
 def average_model_on_skip():
@@ -768,13 +704,8 @@ def average_by_new_lerps_on_skip():
 def average_on_skip_of_fused():
     mean = torch.optim.swa_utils.AveragedModel(model)
     fused = torch.optim.AdamW(model.parameters(), fused=True)
-    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     mean.update_parameters(model)  # a copy
-    for batch in batches[:STEPS]:
-        fused.zero_grad()
-        high.scale(loss_of(batch)).backward()
-        high.step(fused)
-        high.update()
+    for _ in skipping(fused):
         mean.update_parameters(model)  # A619
 
 

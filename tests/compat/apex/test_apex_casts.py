@@ -61,36 +61,16 @@ LOWER: list[Case] = [
 ]
 
 POINTWISE = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log"),
+    *("log10", "log2", "reciprocal", "rsqrt", "sinh", "tan"),
 ]
 REDUCTIONS: dict[str, tuple[Any, ...]] = {
-    "cumprod": (0,),
-    "cumsum": (0,),
-    "norm": (),
-    "prod": (),
-    "std": (),
-    "sum": (),
-    "var": (),
+    **dict.fromkeys(("cumprod", "cumsum"), (0,)),
+    **dict.fromkeys(("norm", "prod", "std", "sum", "var"), ()),
 }
 LOSSES = [
-    "l1_loss",
-    "mse_loss",
-    "smooth_l1_loss",
-    "poisson_nll_loss",
-    "binary_cross_entropy_with_logits",
-    "soft_margin_loss",
+    *("l1_loss", "mse_loss", "smooth_l1_loss", "poisson_nll_loss"),
+    *("binary_cross_entropy_with_logits", "soft_margin_loss"),
 ]
 CLASSES = torch.tensor([0, 1, 2, 3])
 ONES = torch.ones(4)
@@ -142,10 +122,7 @@ PAIRS: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
     ("stack", lambda x, y: torch.stack([x, y])),
     ("a one-element operand", lambda x, y: x.add(y[0, 0])),
     *((name, getattr(torch, name)) for name in ("add", "mul", "div")),
-    *(
-        (f"Tensor.{name}", getattr(Tensor, f"__{name}__"))
-        for name in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv"]
-    ),
+    *((f"Tensor.{n}", getattr(Tensor, f"__{n}__")) for n in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv")),
 ]
 
 
@@ -164,23 +141,21 @@ def test_products_return_half(function: Callable[..., Any], x: Tensor, given: to
 
 
 @pytest.mark.parametrize(("function", "x"), [c[1:] for c in WIDE], ids=[c[0] for c in WIDE])
-@pytest.mark.parametrize("given", [HALF, FLOAT])
-def test_sensitive_functions_return_float(function: Callable[..., Any], x: Tensor, given: torch.dtype) -> None:
-    exact = function(x.to(given).float())
+def test_sensitive_functions_return_float(function: Callable[..., Any], x: Tensor) -> None:
+    exact = [function(x.to(given).float()) for given in (HALF, FLOAT)]
     begin("cpu")
-    out = function(x.to(given))
-    assert out.dtype is FLOAT
-    torch.testing.assert_close(out, exact)
+    for given, expected in zip((HALF, FLOAT), exact, strict=True):
+        out = function(x.to(given))
+        assert out.dtype is FLOAT
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("function", [p[1] for p in PAIRS], ids=[p[0] for p in PAIRS])
-@pytest.mark.parametrize("formats", [(HALF, HALF), (HALF, FLOAT), (FLOAT, HALF), (FLOAT, FLOAT)])
-def test_mixed_operands_meet_in_the_widest(
-    function: Callable[..., Tensor], formats: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_mixed_operands_meet_in_the_widest(function: Callable[..., Tensor]) -> None:
     begin("cpu")
-    out = function(SQUARE.to(formats[0]), SQUARE.to(formats[1]))
-    assert out.dtype is (FLOAT if FLOAT in formats else HALF)
+    for formats in ((HALF, HALF), (HALF, FLOAT), (FLOAT, HALF), (FLOAT, FLOAT)):
+        out = function(SQUARE.to(formats[0]), SQUARE.to(formats[1]))
+        assert out.dtype is (FLOAT if FLOAT in formats else HALF)
 
 
 def test_comparisons_take_mixed_operands() -> None:
@@ -389,9 +364,8 @@ def test_registered_functions_are_cast_and_given_back(register: Any, expected: t
     assert module.mix(SQUARE.half(), y=SQUARE) == (HALF, FLOAT)
     handle = begin("cpu")
     assert module.mix(SQUARE.half(), y=SQUARE) == expected
-    assert module.mix(SQUARE.half(), y=SQUARE.half())[0] is (
-        HALF if register is amp.register_promote_function else expected[0]
-    )
+    promotes = register is amp.register_promote_function
+    assert module.mix(SQUARE.half(), y=SQUARE.half())[0] is (HALF if promotes else expected[0])
     with amp.disable_casts():
         assert module.mix(SQUARE.half(), y=SQUARE) == (HALF, FLOAT)
     handle._deactivate()

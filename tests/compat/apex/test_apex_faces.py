@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from forked_processes import in_forks
 from helpers_apex import Small, clean
-from helpers_engine import spoil
+from helpers_engine import copied, spoil
 from mezzo import cli
 from mezzo.cli.script import stand_in_for
 from mezzo.compat.apex import amp, normalization, optimizers
@@ -27,7 +27,7 @@ from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, c
 from mezzo.compat.apex.parallel.LARC import LARC
 from mezzo.launch.targets import Target
 from mezzo.policy import Policy
-from processes import leave_process_group
+from processes import Ended, leave_process_group
 
 
 @pytest.fixture(autouse=True)
@@ -234,26 +234,25 @@ sys.exit(3)
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mezzo.compat.apex", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+def run(folder: Path, *arguments: str) -> Ended:
+    (ended,) = in_forks(arguments, program=("-m", "mezzo.compat.apex"), size=1, launched=False, folder=folder)
+    return ended
 
 
-@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("as_module", [False, True])
 def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own.py").write_text("here = True")
     done = run(tmp_path, *(["-m", "train"] if as_module else ["train.py"]), "--epochs", "3")
-    assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout.splitlines()[-1] == "__main__ ['--epochs', '3'] {torch.float32}"
+    assert (done.code, done.printed) == (3, "__main__ ['--epochs', '3'] {torch.float32}\n")
 
 
 def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     for arguments, text in (((), "got nothing"), (("-m",), "got -m"), (("none.py",), "there is no script 'none.py'")):
         done = run(tmp_path, *arguments)
-        assert done.returncode == 2
-        assert text in done.stderr
-        assert "Traceback" not in done.stderr
+        assert done.code == 2
+        assert text in done.printed
+        assert "Traceback" not in done.printed
 
 
 SCRIPTS = """
@@ -329,13 +328,10 @@ def test_under_a_policy_amp_gives_way(tmp_path: Path) -> None:
 
 
 AS_IS = [
-    (["audit", "train.py", "-x"], "mezzo audit --policy fp16 train.py -x", "python -m mezzo.compat.apex train.py -x"),
-    (["run", "--policy=as-is", "train.py"], "mezzo run --policy=fp16 train.py", "python -m mezzo.compat.apex train.py"),
-    (
-        ["compare", "--policies", "fp32,as-is", "-m", "train"],
-        "mezzo compare --policies fp32,fp16 -m train",
-        "python -m mezzo.compat.apex -m train",
-    ),
+    # what is typed, what to type instead, and the script's own words
+    ("audit train.py -x", "audit --policy fp16 train.py -x", "train.py -x"),
+    ("run --policy=as-is train.py", "run --policy=fp16 train.py", "train.py"),
+    ("compare --policies fp32,as-is -m train", "compare --policies fp32,fp16 -m train", "-m train"),
 ]
 
 
@@ -344,17 +340,17 @@ def test_its_own_precision_cannot_be_recorded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    words: list[str],
+    words: str,
     instead: str,
     alone: str,
 ) -> None:
     (tmp_path / "train.py").write_text(WITH_AMP)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 2
+    assert cli.main(words.split()) == 2
     name = "train" if "-m" in words else "train.py"
     assert capsys.readouterr().err == (
         f"mezzo: {name} imports apex, which is not installed; Mezzo can run it only under a policy "
-        f"that replaces apex.amp\n  hint: type: {instead}, or, without a record: {alone}\n"
+        f"that replaces apex.amp\n  hint: type: mezzo {instead}, or, without a record: python -m mezzo.compat.apex {alone}\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
@@ -384,9 +380,8 @@ def test_a_folder_called_apex_is_no_installed_apex(tmp_path: Path, monkeypatch: 
 # --- the model's and the optimizer's faces ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_model_under_a_level_keeps_its_signature_and_copies(level: str, way: Any) -> None:
+@pytest.mark.parametrize(("level", "way"), [("O0", "pickle"), ("O1", "deepcopy"), ("O2", "pickle"), ("O3", "deepcopy")])
+def test_a_model_under_a_level_keeps_its_signature_and_copies(level: str, way: str) -> None:
     model, x = Small(), torch.randn(3, 1, 1, 1)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     for _ in range(2):
@@ -394,7 +389,7 @@ def test_a_model_under_a_level_keeps_its_signature_and_copies(level: str, way: A
             scaled.backward()
         optimizer.step()
     assert inspect.signature(model.forward) == inspect.signature(Small().forward)
-    twin = way(model)
+    twin = copied(model, way)
     assert inspect.signature(twin.forward) == inspect.signature(Small().forward)
     model.eval()
     twin.eval()

@@ -20,18 +20,8 @@ from oracles import cuda_kernels as oracle
 
 FP16, BF16, CHALF = torch.float16, torch.bfloat16, torch.complex32
 SAMPLE = (
-    "linalg.c",
-    "linalg.i",
-    "linalg.ldl",
-    "linalg.v",
-    "fft.rfft",
-    "fft.hfft",
-    "special.",
-    "igamma",
-    "angle",
-    "histc",
-    "stft",
-    "mm",
+    *("linalg.c", "linalg.i", "linalg.ldl", "linalg.v", "fft.rfft", "fft.hfft"),
+    *("special.", "igamma", "angle", "histc", "stft", "mm"),
 )
 """The beginnings of the names that the quick test runs."""
 COUNTS = {  # entries that are refused, and that are computed, by policy: forward, and with backward
@@ -59,40 +49,31 @@ def test_entries_of_many_kinds(policy: str) -> None:
 
 
 def test_the_list_names_operations_of_this_torch() -> None:
-    assert [
-        row.op
-        for row in cuda_kernels.MISSING_KERNELS
-        if find_op(row.op) is None and not hasattr(torch.ops.aten, row.op)
-    ] == []
+    missing = [row.op for row in cuda_kernels.MISSING_KERNELS]
+    assert [op for op in missing if find_op(op) is None and not hasattr(torch.ops.aten, op)] == []
     assert [op for op in cuda_kernels.CPU_LACKS if not hasattr(torch.ops.aten, op)] == []
     assert set(cuda_kernels.DRAWS) <= set(cuda_kernels.CPU_LACKS)
 
 
 HALF = randn(4, 96).half()
 EYE = torch.eye(3).half()
+POWERS = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size of[96]"
+WIDE = "expected a tensor with 2 or more dimensions of float, double, cfloat or cdouble types"
+CTC = (randn(4, 1, 3).half(), torch.tensor([[1]]), [4], [1])
 WORDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "rfft": (
-        lambda: torch.fft.rfft(HALF),
-        "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size of[96]",
-    ),
+    "rfft": (lambda: torch.fft.rfft(HALF), POWERS),
     "bf16 fft": (lambda: torch.fft.fft(HALF.bfloat16()), "Unsupported dtype BFloat16"),
     "det": (lambda: torch.linalg.det(EYE), "\"lu_factor_cublas\" not implemented for 'Half'"),
     "solve": (lambda: torch.linalg.solve(EYE, EYE), "\"lu_factor_cublas\" not implemented for 'Half'"),
     "svd": (lambda: torch.linalg.svd(EYE.bfloat16()), "\"svd_cuda_gesvdj\" not implemented for 'BFloat16'"),
     "inv": (lambda: torch.linalg.inv(EYE), "linalg.inv: Low precision dtypes not supported. Got Half"),
-    "pinv": (
-        lambda: torch.linalg.pinv(EYE),
-        "linalg.pinv(Half{[3, 3]}): expected a tensor with 2 or more dimensions of float, double, cfloat or cdouble types",
-    ),
+    "pinv": (lambda: torch.linalg.pinv(EYE), f"linalg.pinv(Half{{[3, 3]}}): {WIDE}"),
     "angle": (lambda: HALF.angle(), "\"angle_cuda\" not implemented for 'Half'"),
     "histc": (lambda: torch.histc(HALF), "HalfTensor is not supported"),
     "histc in bf16": (lambda: torch.histc(HALF.bfloat16()), "\"histc\" not implemented for 'BFloat16'"),
     "in place": (lambda: HALF.clone().igamma_(HALF), "\"igamma_cuda\" not implemented for 'Half'"),
     "a scalar": (lambda: torch.special.zeta(2.0, HALF), "\"zeta_cuda\" not implemented for 'Half'"),
-    "ctc": (
-        lambda: F.ctc_loss(randn(4, 1, 3).half(), torch.tensor([[1]]), [4], [1]),
-        "\"ctc_loss_cuda\" not implemented for 'Half'",
-    ),
+    "ctc": (lambda: F.ctc_loss(*CTC), "\"ctc_loss_cuda\" not implemented for 'Half'"),
 }
 
 

@@ -27,6 +27,10 @@ def images(batch: int) -> Batch:
     return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator), "labels": torch.arange(batch) % 2}
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 def gpt2() -> nn.Module:
     c = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1
@@ -38,37 +42,20 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    c = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    c.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    c = transformers.BertConfig(**SMALL, max_position_embeddings=32)
+    c.update(NO_DROPOUT)
     return transformers.BertForMaskedLM(c)  # type: ignore[no-any-return]
 
 
 def t5() -> nn.Module:
-    c = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    c = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(c)  # type: ignore[no-any-return]
 
 
 def vit() -> nn.Module:
-    c = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
-    )
-    c.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+    c = transformers.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8)
+    c.update(NO_DROPOUT)
     return transformers.ViTForImageClassification(c)  # type: ignore[no-any-return]
 
 

@@ -444,8 +444,7 @@ def test_without_a_compiler_torch_s_fused_kernels_do_it(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("fresh_choice")
 @pytest.mark.parametrize(
-    ("does", "says"),
-    [("echo first >&2; echo no such processor >&2; exit 1", "no such processor"), ("exit 3", "")],
+    ("does", "says"), [("echo first >&2; echo no such processor >&2; exit 1", "no such processor"), ("exit 3", "")]
 )
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, says: str) -> None:
     compiler = tmp_path / "broken-c++"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import subprocess
@@ -117,7 +118,7 @@ def test_8_bits_are_right_on_average_over_all_noise(signed: bool, value: float) 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 400), spread=st.sampled_from([0.0, 1.0, 4.0, 12.0]))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_values_are_within_an_eighth_and_packing_again_changes_nothing(
+def test_values_are_within_an_eighth_and_packed_again_the_same(
     signed: bool, seed: int, count: int, spread: float
 ) -> None:
     values = normal(count, seed, spread=spread).clamp(-1e18, 1e18)  # squares within FP32's range
@@ -340,32 +341,6 @@ def test_moments_survive_other_strides(kind: str, signed: bool) -> None:
     assert ((back - values).abs() <= values / 16).all()  # to nearest: half an eighth
 
 
-BYTES = {
-    # weight + gradient + master + moments, in bytes a parameter; a block's exponent adds 1/128 a moment.
-    ("fp16-master", "fp32", "nearest"): 2 + 2 + 4 + 8,
-    ("fp16-master", "8bit", "nearest"): 2 + 2 + 4 + 2 * (1 + 1 / 128),
-    ("bf16-master", "fp32", "nearest"): 2 + 2 + 2 + 8,
-    ("bf16-master", "bf16", "nearest"): 2 + 2 + 2 + 4,
-    ("bf16-master", "8bit", "nearest"): 2 + 2 + 2 + 2 * (1 + 1 / 128),
-    ("bf16-pure", "bf16", "stochastic"): 2 + 2 + 4,
-    ("bf16-pure", "8bit", "stochastic"): 2 + 2 + 2 * (1 + 1 / 128),
-}
-
-
-@pytest.mark.parametrize(("policy", "kind", "rounding"), BYTES)
-def test_bytes_a_parameter(policy: str, kind: str, rounding: str) -> None:
-    model = nn.Linear(64, 64, bias=False)
-    optimizer = mezzo.AdamW(model.parameters(), moments=kind, rounding=rounding)
-    session = mezzo.Session(model, optimizer, policy=f"{policy}:arithmetic=emulated")
-    with session.autocast():
-        loss = model(torch.ones(2, 64)).square().mean()
-    session.backward(loss)
-    gradient = model.weight.grad.nbytes
-    session.update()
-    held = [v for v in optimizer.state[model.weight].values() if v.ndim or v.numel() > 1]
-    assert (model.weight.nbytes + gradient + sum(t.nbytes for t in held)) / 4096 == BYTES[policy, kind, rounding]
-
-
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_second_moments_follow_gradients_that_shrink(kind: str) -> None:
     # To nearest, 3 or 8 bits never move by a thousandth: the second moment would stay where it was for ever.
@@ -428,9 +403,7 @@ def test_unknown_choices_are_refused(cls: type, arguments: dict[str, str], messa
 def test_stochastic_rounding_with_masters_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = mezzo.AdamW(model.parameters(), rounding="stochastic")
-    with pytest.raises(
-        mezzo.SessionError, match="policy with master weights; allowed: policies without, such as bf16-pure"
-    ):
+    with pytest.raises(mezzo.SessionError, match="with master weights; allowed: policies without, such as bf16-pure"):
         mezzo.Session(model, optimizer, policy="bf16-master:arithmetic=emulated")
 
 
@@ -453,12 +426,10 @@ def test_session_does_not_warn_of_lost_updates_where_none_is_lost() -> None:
     assert (session.updates, session.skipped) == (1, 0)
 
 
-def test_the_interpreter_s_bits_are_those_of_struct() -> None:
-    # The settings travel as the bits of FP64 and FP32 numbers.
+def test_settings_travel_as_the_bits_of_their_numbers() -> None:
     pytest.importorskip("triton")
-    code = "from mezzo.engine.kernels.gpu import _head; from mezzo.engine.kernels.reference import SGDSettings as S; \
-print(_head(S(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01, nesterov=False, maximize=True)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    gpu = importlib.import_module("mezzo.engine.kernels.gpu")
+    settings = SGDSettings(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01, nesterov=False, maximize=True)
     expected = np.zeros(8, dtype=np.int64)
     expected[3:].view(np.float32)[:5] = [-1.0, 0.01, 0.1, 0.9, 0.5]
-    assert done.stdout.strip() == str(tuple(expected.tolist()))
+    assert gpu._head(settings) == tuple(expected.tolist())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from helpers_engine import batches, mlp, parameters, spoil
+from helpers_engine import batches, mlp, parameters, spoil, train
 from mezzo import Session
 
 BUILDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -31,13 +31,6 @@ def built(name: str, policy: str, model: nn.Module | None = None) -> tuple[Sessi
     return Session(held, BUILDS[name](held.parameters()), policy=text), held
 
 
-def train(session: Session, model: nn.Module, count: int, seed: int = 0) -> None:
-    for x, y in batches(count, seed=seed):
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(loss)
-
-
 def values(session: Session) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in session.state_dict()["models"][0].items()}
 
@@ -53,10 +46,10 @@ def assert_rounded(session: Session, model: nn.Module) -> None:
 def test_a_state_that_is_loaded_into_the_model_is_trained_on(name: str, policy: str) -> None:
     """As every script does: build everything, then load a checkpoint. The next update must not bring the old weights back."""
     session, model = built(name, policy)
-    train(session, model, 2)
+    train(session, model, batches(2))
     wanted = {k: (v * 4).clone() for k, v in model.state_dict().items()}
     model.load_state_dict(wanted)
-    train(session, model, 1)
+    train(session, model, batches(1))
     assert session.skipped == 0
     moved = values(session)
     for key in wanted:
@@ -67,17 +60,14 @@ def test_a_state_that_is_loaded_into_the_model_is_trained_on(name: str, policy: 
 @every
 @masters
 def test_masters_that_nobody_changed_keep_their_low_bits(name: str, policy: str) -> None:
-    plain, one = built(name, policy)
     other, two = built(name, policy)
-    train(plain, one, 3)
-    train(other, two, 2)
+    train(other, two, batches(2))
     with torch.no_grad():
         two[0].weight.add_(0.0)  # type: ignore[index, union-attr, operator] # a write that changes no value
-    train(other, two, 1, seed=0)  # the first batch again
-    train(plain, one, 0)
+    train(other, two, batches(1))  # the first batch again
     fresh, three = built(name, policy)
-    train(fresh, three, 2)
-    train(fresh, three, 1, seed=0)
+    train(fresh, three, batches(2))
+    train(fresh, three, batches(1))
     for key, value in values(fresh).items():
         assert torch.equal(value, values(other)[key])
 
@@ -86,14 +76,12 @@ def test_masters_that_nobody_changed_keep_their_low_bits(name: str, policy: str)
 @masters
 def test_weights_that_are_clipped_in_place_stay_clipped(name: str, policy: str) -> None:
     session, model = built(name, policy)
-    for x, y in batches(6):
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(loss)
+    for batch in batches(6):
+        train(session, model, [batch])
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.125, 0.125)
-    train(session, model, 1)
+    train(session, model, batches(1))
     for value in values(session).values():
         assert value.abs().max() < 0.125 + 0.05  # one update from the bound
     assert_rounded(session, model)
@@ -106,13 +94,13 @@ def test_a_model_in_the_policys_own_16_bits_gets_masters(name: str, policy: str,
     start = [p.float() for p in parameters(model)]
     session, _ = built(name, policy, model)
     assert all(torch.equal(a, b) for a, b in zip(values(session).values(), start, strict=True))
-    train(session, model, 5)
+    train(session, model, batches(5))
     exact = mlp(6, 8, 3)
     with torch.no_grad():
         for p, value in zip(exact.parameters(), start, strict=True):
             p.copy_(value)
     other, _ = built(name, policy, exact)
-    train(other, exact, 5)
+    train(other, exact, batches(5))
     for key, value in values(session).items():
         assert value.dtype is torch.float32
         assert torch.equal(value, values(other)[key])
@@ -123,13 +111,13 @@ def test_a_model_in_the_policys_own_16_bits_gets_masters(name: str, policy: str,
 @every
 def test_a_checkpoint_goes_on_after_the_model_alone_was_loaded(name: str) -> None:
     first, one = built(name, "fp16-master")
-    train(first, one, 3)
+    train(first, one, batches(3))
     second, two = built(name, "fp16-master")
     state = copy.deepcopy(first.state_dict())  # torch's optimizers share the tensors that they load
     two.load_state_dict(state["models"][0])
     second.load_state_dict(state)
-    train(first, one, 2, seed=1)
-    train(second, two, 2, seed=1)
+    train(first, one, batches(2, seed=1))
+    train(second, two, batches(2, seed=1))
     for key, value in values(first).items():
         assert torch.equal(value, values(second)[key])
 

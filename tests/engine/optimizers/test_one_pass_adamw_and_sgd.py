@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mezzo
+from helpers_engine import through_a_file
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import reference
 from mezzo.engine.optimizers import one_pass as module
@@ -24,10 +24,7 @@ from mezzo.engine.optimizers.one_pass import choose
 from mezzo.errors import PolicyError, SessionError
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-PAIRS: dict[str, tuple[Any, Any]] = {
-    "AdamW": (mezzo.AdamW, torch.optim.AdamW),
-    "SGD": (mezzo.SGD, torch.optim.SGD),
-}
+PAIRS: dict[str, tuple[Any, Any]] = {"AdamW": (mezzo.AdamW, torch.optim.AdamW), "SGD": (mezzo.SGD, torch.optim.SGD)}
 both = pytest.mark.parametrize("name", list(PAIRS))
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"lr": 1e-2}),
@@ -62,13 +59,6 @@ def run(optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -97,44 +87,19 @@ def test_torch_s_ways_to_compute_are_taken_and_have_no_effect(name: str) -> None
     assert set(group) - {"decoupled_weight_decay"} <= set(asked.state_dict()["param_groups"][0])
 
 
+NESTEROV = "Nesterov's momentum needs a momentum above 0 and no dampening"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("AdamW", {"lr": -1.0}, "lr=-1.0; allowed: 0 or more\n  hint: choose lr inside that range"),
-    ("AdamW", {"lr": float("nan")}, "lr=nan; allowed: 0 or more\n  hint: choose lr inside that range"),
-    ("AdamW", {"eps": -1e-8}, "eps=-1e-08; allowed: 0 or more\n  hint: choose eps inside that range"),
-    (
-        "AdamW",
-        {"weight_decay": -0.5},
-        "weight_decay=-0.5; allowed: 0 or more\n  hint: choose weight_decay inside that range",
-    ),
-    (
-        "AdamW",
-        {"betas": (1.0, 0.999)},
-        "beta1=1.0; allowed: from 0 to below 1\n  hint: choose beta1 inside that range",
-    ),
-    (
-        "AdamW",
-        {"betas": (0.9, -0.1)},
-        "beta2=-0.1; allowed: from 0 to below 1\n  hint: choose beta2 inside that range",
-    ),
-    ("SGD", {"lr": -0.1}, "lr=-0.1; allowed: 0 or more\n  hint: choose lr inside that range"),
-    ("SGD", {"momentum": -0.9}, "momentum=-0.9; allowed: 0 or more\n  hint: choose momentum inside that range"),
-    (
-        "SGD",
-        {"weight_decay": -1},
-        "weight_decay=-1; allowed: 0 or more\n  hint: choose weight_decay inside that range",
-    ),
-    (
-        "SGD",
-        {"nesterov": True},
-        "nesterov=True with momentum=0.0 and dampening=0.0\n"
-        "  hint: Nesterov's momentum needs a momentum above 0 and no dampening",
-    ),
-    (
-        "SGD",
-        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
-        "nesterov=True with momentum=0.9 and dampening=0.1\n"
-        "  hint: Nesterov's momentum needs a momentum above 0 and no dampening",
-    ),
+    ("AdamW", {"lr": -1.0}, "lr=-1.0; allowed: 0 or more"),
+    ("AdamW", {"lr": float("nan")}, "lr=nan; allowed: 0 or more"),
+    ("AdamW", {"eps": -1e-8}, "eps=-1e-08; allowed: 0 or more"),
+    ("AdamW", {"weight_decay": -0.5}, "weight_decay=-0.5; allowed: 0 or more"),
+    ("AdamW", {"betas": (1.0, 0.999)}, "beta1=1.0; allowed: from 0 to below 1"),
+    ("AdamW", {"betas": (0.9, -0.1)}, "beta2=-0.1; allowed: from 0 to below 1"),
+    ("SGD", {"lr": -0.1}, "lr=-0.1; allowed: 0 or more"),
+    ("SGD", {"momentum": -0.9}, "momentum=-0.9; allowed: 0 or more"),
+    ("SGD", {"weight_decay": -1}, "weight_decay=-1; allowed: 0 or more"),
+    ("SGD", {"nesterov": True}, "nesterov=True with momentum=0.0 and dampening=0.0"),
+    ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov=True with momentum=0.9 and dampening=0.1"),
 ]
 
 
@@ -143,7 +108,8 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], text: str) -> None:
     ours, theirs = PAIRS[name]
     with pytest.raises(PolicyError) as error:
         ours(new(torch.ones(2)), **changed)
-    assert str(error.value) == text
+    hint = NESTEROV if "nesterov" in changed else f"choose {text.partition('=')[0]} inside that range"
+    assert str(error.value) == f"{text}\n  hint: {hint}"
     if changed.get("lr") == changed.get("lr"):  # torch's SGD lets NaN pass
         with pytest.raises(ValueError):  # noqa: PT011 - torch refuses the same calls, in other words
             theirs(new(torch.ones(2)), **changed)
@@ -222,37 +188,6 @@ def test_states_pass_between_torch_and_here(name: str, changed: dict[str, Any], 
     for a, b in zip(goes_on, whole, strict=True):
         close(a, b)
     assert after.param_groups[0]["lr"] == changed["lr"]
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-@pytest.mark.parametrize("masters", [True, False])
-def test_resuming_is_bit_exact(name: str, changed: dict[str, Any], dtype: torch.dtype, masters: bool) -> None:
-    def build(values: list[Tensor]) -> tuple[list[nn.Parameter], Any]:
-        parameters = new(*values, dtype=dtype)
-        optimizer = PAIRS[name][0](parameters, **changed)
-        optimizer.master_weights = masters
-        return parameters, optimizer
-
-    whole, optimizer = build([normal(3, 4), normal(1030)])
-    run(optimizer, range(3))
-    saved = through_a_file(optimizer.state_dict())
-    resumed, fresh = build([p.detach() for p in whole])
-    fresh.load_state_dict(saved)
-    run(optimizer, range(3, 7))
-    run(fresh, range(3, 7))
-    has_masters = masters and dtype is not FP32
-    for a, b in zip(whole, resumed, strict=True):
-        assert torch.equal(a, b)
-        assert (fresh.master(b) is not None) == has_masters
-        if has_masters:
-            assert torch.equal(optimizer.master(a), fresh.master(b))
-            assert not torch.equal(fresh.master(b), b.float())  # there is something to lose
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(value, fresh.state[b][key]), key
-    states = saved["state"].values()
-    assert all(v.dtype is FP32 for state in states for v in state.values())
-    assert all(("master" in state) == has_masters for state in states)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
@@ -368,13 +303,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@every_case
+@pytest.mark.parametrize(("name", "changed"), [CASES[1], CASES[3]], ids=list(PAIRS))
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-@pytest.mark.parametrize("of_weight", [n for n in LAYOUTS if n != "with gaps"])
-@pytest.mark.parametrize("of_gradient", list(LAYOUTS))
-def test_layouts_do_not_matter(
-    name: str, changed: dict[str, Any], dtype: torch.dtype, of_weight: str, of_gradient: str
-) -> None:
+@pytest.mark.parametrize(
+    ("of_weight", "of_gradient"),
+    [(w, g) for w in list(LAYOUTS)[:4] for g in LAYOUTS if "contiguous" in (w, g) or w == g],
+)
+def test_any_layout(name: str, changed: dict[str, Any], dtype: torch.dtype, of_weight: str, of_gradient: str) -> None:
     results = []
     for weight_layout, gradient_layout in ((of_weight, of_gradient), ("contiguous", "contiguous")):
         parameter = nn.Parameter(LAYOUTS[weight_layout](normal(4, 3, 5, 2).to(dtype)))
@@ -425,25 +360,6 @@ def test_a_master_belongs_to_its_format() -> None:
 
 
 @both
-def test_schedulers_change_the_rate_without_a_warning(name: str) -> None:
-    results = []
-    for build in PAIRS[name]:
-        parameters = new(normal(6))
-        optimizer = build(parameters, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(4):
-            feed(parameters, step)
-            if build is PAIRS[name][0]:
-                optimizer.update(torch.ones(()), torch.zeros(()))  # as a session does
-            else:
-                optimizer.step()
-            scheduler.step()
-        results.append(parameters[0])
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
-    close(*results)
-
-
-@both
 def test_the_rate_may_be_a_tensor(name: str) -> None:
     results = []
     for lr in (torch.tensor(0.1), 0.1):
@@ -470,27 +386,17 @@ def test_the_rate_may_be_a_tensor(name: str) -> None:
 
 # --- fuzzing ---------------------------------------------------------------------------------------------------------
 
+RATES, DECAYS = st.sampled_from([0.0, 1e-4, 0.1]), st.sampled_from([0.0, 0.3])
+SHARED = {
+    "lr": RATES,
+    "weight_decay": DECAYS,
+    "maximize": st.booleans(),
+    "moments": st.sampled_from(["fp32", "bf16", "8bit"]),
+}
+BETAS = st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.4, 0.0)])
 SETTINGS = {
-    "AdamW": st.fixed_dictionaries(
-        {
-            "lr": st.sampled_from([0.0, 1e-4, 0.1]),
-            "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.4, 0.0)]),
-            "weight_decay": st.sampled_from([0.0, 0.3]),
-            "amsgrad": st.booleans(),
-            "maximize": st.booleans(),
-            "moments": st.sampled_from(["fp32", "bf16", "8bit"]),
-        }
-    ),
-    "SGD": st.fixed_dictionaries(
-        {
-            "lr": st.sampled_from([0.0, 1e-4, 0.1]),
-            "momentum": st.sampled_from([0.0, 0.9]),
-            "dampening": st.sampled_from([0.0, 0.3]),
-            "weight_decay": st.sampled_from([0.0, 0.3]),
-            "maximize": st.booleans(),
-            "moments": st.sampled_from(["fp32", "bf16", "8bit"]),
-        }
-    ),
+    "AdamW": st.fixed_dictionaries({**SHARED, "betas": BETAS, "amsgrad": st.booleans()}),
+    "SGD": st.fixed_dictionaries({**SHARED, "momentum": st.sampled_from([0.0, 0.9]), "dampening": DECAYS}),
 }
 PARAMETER = st.fixed_dictionaries(
     {
@@ -647,35 +553,6 @@ def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
     apart, torch_s_apart = (float((w.double() - exact).norm().detach()) for w in (master, single))
     assert 0 < apart <= torch_s_apart / 4, (apart, torch_s_apart)  # 1 - lr * decay in FP32 costs torch that much
     assert torch.equal(half, master.half())
-
-
-def test_a_session_follows_grad_scaler() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    session = mezzo.Session(
-        model, mezzo.AdamW(model.parameters(), lr=1e-2), policy="fp16-master:growth_interval=5:init_scale=1024"
-    )
-    dummy = [nn.Parameter(torch.zeros_like(p, dtype=FP32)) for p in model.parameters()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=5)
-    optimizer, skips, path = torch.optim.SGD(dummy, lr=0.0), 0, []
-    scaler.scale(torch.zeros(()))
-    for step in range(150):
-        with session.autocast():
-            loss = model(normal(16, 6, seed=step)).square().mean() * (1.0 if step != 71 else float("nan"))
-        session.backward(loss * float("inf") if step in (40, 41, 90) else loss)
-        for p, d in zip(model.parameters(), dummy, strict=True):
-            assert p.grad is not None
-            d.grad = p.grad.float()
-        skips += not all(bool(d.grad.isfinite().all()) for d in dummy if d.grad is not None)
-        scaler.step(optimizer)
-        scaler.update()
-        session.update()
-        path.append(session.loss_scale)
-        assert session.loss_scale == scaler.get_scale(), step
-        assert session.skipped == skips
-        assert session.updates == step + 1 - skips
-    assert skips >= 4
-    assert max(path) > 2.0**14
 
 
 @both

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import optimizer as torchs
 
 import mezzo
-from helpers_engine import Batch, batches, mlp, parameters, same_bits, spoil
+from helpers_engine import Batch, batches, mlp, parameters, same_bits, spoil, train
 from mezzo import Session, SessionError
 from mezzo.engine.optimizers.one_pass import have_hooks, step_is_own
 
@@ -37,12 +37,13 @@ def no_global_hooks() -> Iterator[None]:
 class Heard:
     """Note the calls of an optimizer's hooks, and the gradients that they see."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, listens: bool = True) -> None:
         self.calls: list[Any] = []
         self.gradients: list[Tensor] = []
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(self.before)
-        optimizer.register_step_post_hook(self.after)
+        if listens:
+            optimizer.register_step_pre_hook(self.before)
+            optimizer.register_step_post_hook(self.after)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         assert optimizer is self.optimizer
@@ -77,15 +78,14 @@ def by_hand(name: str, data: list[Batch], scale: float, clip_norm: float | None)
     return model, heard
 
 
-def by_session(name: str, data: list[Batch], policy: str, clip_norm: float | None) -> tuple[nn.Module, Heard, Session]:
+def by_session(
+    name: str, data: list[Batch], policy: str, clip_norm: float | None, *, listens: bool = True
+) -> tuple[nn.Module, Heard, Session]:
     model = mlp(6, 8, 3)
-    heard = Heard(BUILDS[name](model.parameters()))
+    heard = Heard(BUILDS[name](model.parameters()), listens=listens)
     scheduler = torch.optim.lr_scheduler.StepLR(heard.optimizer, 1, 0.5)
     session = Session(model, heard.optimizer, policy=policy, clip_norm=clip_norm, scheduler=scheduler)
-    for number, (x, y) in enumerate(data):
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(spoil(loss) if number == OVERFLOW else loss)
+    train(session, model, data, overflow=OVERFLOW)
     return model, heard, session
 
 
@@ -124,14 +124,8 @@ def test_hooks_run_once_an_update_under_every_policy(name: str, policy: str) -> 
 @pytest.mark.parametrize("policy", ["fp16", "fp16-master"])
 def test_a_listening_session_trains_as_a_deaf_one(name: str, policy: str) -> None:
     listening, _, session = by_session(name, batches(6), policy, 0.3)
-    model = mlp(6, 8, 3)
-    optimizer = BUILDS[name](model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    deaf = Session(model, optimizer, policy=policy, clip_norm=0.3, scheduler=scheduler)
-    for number, (x, y) in enumerate(batches(6)):
-        with deaf.autocast():
-            loss = F.cross_entropy(model(x), y)
-        deaf.step(spoil(loss) if number == OVERFLOW else loss)
+    model, heard, deaf = by_session(name, batches(6), policy, 0.3, listens=False)
+    assert heard.calls == []
     assert (deaf.skipped, deaf.loss_scale) == (session.skipped, session.loss_scale)
     for a, b in zip(parameters(model), parameters(listening), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3 if "master" in policy else 1e-6)
@@ -167,10 +161,7 @@ def test_a_hook_may_change_gradients(name: str) -> None:
         session = Session(model, optimizer, policy="fp16:init_scale=64")
         optimizer.param_groups[0]["weight_decay"] = 0.0
         before = parameters(model)
-        for x, y in batches(2):
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.step(loss)
+        train(session, model, batches(2))
         results.append(same_bits(before, parameters(model)))
     assert results == [False, True]
 
@@ -180,16 +171,11 @@ def test_hooks_that_come_and_go_are_heard_while_they_are_there(policy: str) -> N
     model = mlp(6, 8, 3)
     optimizer = mezzo.SGD(model.parameters(), lr=0.1)
     session, calls = Session(model, optimizer, policy=policy), []
-    handle = None
-    for number, (x, y) in enumerate(batches(6)):
-        if number == 2:
-            handle = optimizer.register_step_post_hook(lambda *_, n=number: calls.append(len(calls)))
-        if number == 4:
-            assert handle is not None
-            handle.remove()
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.step(loss)
+    train(session, model, batches(2))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append(len(calls)))
+    train(session, model, batches(2))
+    handle.remove()
+    train(session, model, batches(2))
     assert calls == [0, 1]
     assert session.updates == 6
 
@@ -199,11 +185,8 @@ def test_hooks_registered_after_the_session_are_refused_over_16_bit_gradients() 
     optimizer = mezzo.SGD(model.parameters(), lr=0.1)
     session = Session(model, optimizer, policy="fp16-master")
     optimizer.register_step_pre_hook(lambda *_: None)
-    x, y = batches(1)[0]
-    with session.autocast():
-        loss = F.cross_entropy(model(x), y)
     with pytest.raises(SessionError) as caught:
-        session.step(loss)
+        train(session, model, batches(1))
     assert str(caught.value) == (
         "a step hook was registered after the session was built, and its optimizers read 16-bit gradients as they are; "
         "allowed: before\n  hint: register hooks before Session(...): the update then shows them true gradients in FP32"
@@ -215,9 +198,8 @@ def test_explain_says_why_gradients_are_shown() -> None:
         model = mlp(6, 3)
         optimizer = mezzo.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *_: None)
-        return next(
-            (c.value, c.reason) for c in Session(model, optimizer, policy=policy).explain() if c.what == "update"
-        )
+        said = Session(model, optimizer, policy=policy).explain()
+        return next((c.value, c.reason) for c in said if c.what == "update")
 
     reason = "an optimizer has step hooks, which see true gradients, in FP32"
     assert way("bf16-master") == ("optimizers' own step", reason)
@@ -256,10 +238,7 @@ def test_a_step_of_a_class_or_patch_of_ones_own_is_called(policy: str, scheduled
         elif scheduled:
             torch.optim.lr_scheduler.StepLR(optimizer, 1)
         session = Session(model, optimizer, policy=policy)
-        for number, (x, y) in enumerate(batches(5)):
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.step(spoil(loss) if number == OVERFLOW else loss)
+        train(session, model, batches(5), overflow=OVERFLOW)
         assert (optimizer.steps if how == "class" else optimizer.counted) == 4  # type: ignore[union-attr, attr-defined]
         assert not step_is_own(optimizer)
 
@@ -391,10 +370,7 @@ def test_a_group_that_is_added_later_is_trained_like_the_others(name: str, polic
         session = Session(model, optimizer, policy=f"{policy}:init_scale=64" if "fp16" in policy else policy)
         if late:
             optimizer.add_param_group({"params": second, "lr": 0.05})
-        for x, y in batches(4):
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.step(loss)
+        train(session, model, batches(4))
         return model, session
 
     (late, session), (early, _) = trained_in(True), trained_in(False)

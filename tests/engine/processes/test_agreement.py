@@ -25,9 +25,7 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_the_interval_between_exchanges_follows_the_clock_and_at_most_doubles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_interval_between_exchanges_follows_the_clock_and_at_most_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now_s)
     together = Agreement(every_s=1.0)

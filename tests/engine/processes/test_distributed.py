@@ -6,12 +6,10 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
 import distributed_runs
@@ -32,34 +30,15 @@ from mezzo.engine.processes.shards import BUCKET_BYTES, buckets, is_shared, loca
 from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.state import FloorWatch
 from mezzo.engine.window import Window
+from processes import left_by_ranks
 
 Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Results:
-    """Return what two processes found, by the names of their runs; all workers of a test run share one such pair."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "distributed"
-    files = [folder / f"{rank}.pt" for rank in range(WORLD)]
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            _run_both(folder)
-    return [torch.load(file, weights_only=False) for file in files]
-
-
-def _run_both(folder: Path) -> None:
-    command = [sys.executable, "-W", "error", distributed_runs.__file__]
-    pair = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0] * WORLD, said
+    """Return what two processes found, by the names of their runs."""
+    return left_by_ranks(distributed_runs.__file__, WORLD, tmp_path_factory, worker_id)
 
 
 def close(a: Any, b: Any) -> bool:
@@ -314,9 +293,7 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize(("wide", "narrow", "expected"), BUCKETS)
-def test_buckets_hold_one_format_and_no_more_than_their_size(
-    wide: list[int], narrow: list[int], expected: list[list[int]]
-) -> None:
+def test_buckets_hold_one_format_and_their_size(wide: list[int], narrow: list[int], expected: list[list[int]]) -> None:
     gradients = [torch.empty(n, device="meta") for n in wide]
     gradients += [torch.empty(n, device="meta", dtype=torch.float16) for n in narrow]
     assert [[g.numel() for g in bucket] for bucket in buckets(gradients)] == expected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers_engine import batches, mlp
+from helpers_engine import batches, mlp, train
 from mezzo import Session, SessionError
 from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.formats import FORMATS
@@ -177,10 +177,7 @@ def test_master_weights_and_one_pass_optimizers_take_the_reduced_gradients() -> 
         for text in (policy, f"{policy}:reduce=bf16:world=384"):
             model = mlp(6, 9, 3)
             session = Session(model, mezzo.AdamW(model.parameters(), lr=1e-2), policy=text, clip_norm=1.0)
-            for x, y in batches(3):
-                with session.autocast():
-                    loss = F.cross_entropy(model(x), y)
-                session.step(loss)
+            train(session, model, batches(3))
             found.append(torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]))
         assert not torch.equal(found[0], found[1])
         assert torch.allclose(found[0], found[1], atol=0.06)  # three steps of 1e-2, each at most reversed

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 import exchange_runs
 from exchange_runs import WORLD, gradient
 from mezzo.engine.processes.exchange import divisors
 from mezzo.formats import BF16, FORMATS, FP16, FP32, Format
+from processes import left_by_ranks
 
 DIVISORS: list[tuple[Format, int, float, float]] = [
     # before and after the sum; their product is the number of processes
@@ -37,27 +34,8 @@ def test_what_gradients_are_divided_by(fmt: Format, size: int, before: float, af
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> list[dict[str, Any]]:
-    """Return what three processes found, by scene; all workers of a test run share them."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "exchange"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            _play(folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-
-
-def _play(folder: Path) -> None:
-    command = [sys.executable, "-W", "error", exchange_runs.__file__]
-    started = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True) for rank in range(WORLD)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * WORLD, said
+    """Return what three processes found, by scene."""
+    return left_by_ranks(exchange_runs.__file__, WORLD, tmp_path_factory, worker_id)
 
 
 def sums(reduce: str, size: float, scale: float) -> list[Tensor]:

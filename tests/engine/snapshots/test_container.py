@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 from mezzo import SnapshotError
 from mezzo.engine.snapshots import container
-from snapshot_runs import built, final_bits, same, train
+from snapshot_runs import built, final_bits, same, train, with_checksum
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -90,15 +89,8 @@ def test_every_shortened_or_lengthened_file_is_found(file: Path) -> None:
 
 def sealed(header: dict[str, Any], data: bytes = b"") -> bytes:
     """Return a file with a right checksum, whatever is in it."""
-    header["__metadata__"] = {
-        "kind": container.KIND,
-        "version": str(container.FILE_VERSION),
-        "crc32": "0" * 8,
-        "state": "{}",
-    } | header.get("__metadata__", {})
-    text = json.dumps(header, separators=(",", ":")).encode()
-    crc = f"{zlib.crc32(len(text).to_bytes(8, 'little') + text + data):08x}"
-    return len(text).to_bytes(8, "little") + text.replace(b'"crc32":"00000000"', f'"crc32":"{crc}"'.encode()) + data
+    known = {"kind": container.KIND, "version": str(container.FILE_VERSION), "state": "{}"}
+    return with_checksum({**header, "__metadata__": known | header.get("__metadata__", {})}, data)
 
 
 def row(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
@@ -112,18 +104,13 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-def torch_saved() -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"model": Evil()}, buffer)
-    return buffer.getvalue()
-
-
+torch.save({"model": Evil()}, torch_saved := io.BytesIO())
 CASES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "its header would have 0 bytes, and the file has 0"),
     "text": (b"hello, this is text", "its header would have .* bytes"),
     "pickle": (pickle.dumps(Evil()), "a pickle, as torch.save writes them"),
     "pickle 2": (pickle.dumps(Evil(), 2), "a pickle, as torch.save writes them"),
-    "torch.save": (torch_saved(), "a pickle, as torch.save writes them"),
+    "torch.save": (torch_saved.getvalue(), "a pickle, as torch.save writes them"),
     "header beyond the file": ((2**40).to_bytes(8, "little") + b"{}", "its header would have 1099511627776 bytes"),
     "no json": ((4).to_bytes(8, "little") + b"{{{{", "its header is not JSON"),
     "deep json": ((200000).to_bytes(8, "little") + b"[" * 200000, "its header is not JSON"),
@@ -131,7 +118,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "of safetensors": (safetensors.torch.save({"a": torch.ones(2)}), "its header does not name it as one"),
     "newer": (sealed({"__metadata__": {"version": "4"}}), "has version 4; this Mezzo reads up to 3"),
     "no version": (sealed({"__metadata__": {"version": "one"}}), "its version is 'one'"),
-    "no checksum": (sealed({"__metadata__": {"crc32": "x"}}), "it has no checksum"),
+    "no checksum": (sealed({}).replace(b'"crc32"', b'"crc3x"'), "it has no checksum"),
     "unknown format": (sealed({"a": row("F99")}, bytes(8)), "tensor 'a' has no valid format"),
     "negative": (sealed({"a": row(shape=[-2])}, bytes(8)), "tensor 'a' has no valid format"),
     "huge": (sealed({"a": row(shape=[2**40, 2**40])}, bytes(8)), "its shape needs"),
@@ -161,7 +148,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         container.read(tmp_path / "none")
 
 
-# --- a thousand damaged files ---------------------------------------------------------------------
+# --- hundreds of damaged files ---------------------------------------------------------------------
+
+
+ODD = ["null", "-1", "[]", '{"$":"tuple"}', '"x"', "1e999", "[[[[3]]]]"]
 
 
 def torn(data: bytearray, draw: random.Random) -> bytes:
@@ -194,22 +184,16 @@ def rewritten(data: bytearray, draw: random.Random) -> bytes:
     state = header["__metadata__"]["state"]
     inside = [m.span() for m in re.finditer(r'"[^"]*"|-?\d[\d.]*|null|\[\]|\{\}', state)]
     for start, end in sorted(draw.sample(inside, 3), reverse=True):
-        state = (
-            state[:start]
-            + draw.choice(["null", "-1", "[]", '{"$":"tuple"}', '"x"', "1e999", "[[[[3]]]]"])
-            + state[end:]
-        )
-    header["__metadata__"] |= {"state": state, "crc32": "0" * 8}
-    return sealed(header, bytes(data[8 + length :]))
+        state = f"{state[:start]}{draw.choice(ODD)}{state[end:]}"
+    header["__metadata__"]["state"] = state
+    return with_checksum(header, bytes(data[8 + length :]))
 
 
 DAMAGES: list[Callable[[bytearray, random.Random], bytes]] = [torn, with_zeros, flipped, spliced, rewritten]
 
 
-@pytest.mark.parametrize(
-    "damage", [torn, rewritten, *(pytest.param(d, marks=pytest.mark.slow) for d in (with_zeros, flipped, spliced))]
-)
-def test_of_a_thousand_damaged_files_none_loads_and_the_previous_one_does(
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_hundreds_of_damaged_files_none_loads_and_the_previous_one_does(
     damage: Callable[[bytearray, random.Random], bytes], tmp_path: Path
 ) -> None:
     session, loader = built()
@@ -220,7 +204,7 @@ def test_of_a_thousand_damaged_files_none_loads_and_the_previous_one_does(
     other.load(good)
     wanted = final_bits(other)
     whole, draw, loaded_altered = newest.read_bytes(), random.Random(3), 0
-    for _ in range(200):
+    for _ in range(60):
         newest.write_bytes(damage(bytearray(whole), draw))
         if damage is rewritten:
             loaded_altered += loads_or_is_refused(other, newest)
@@ -228,7 +212,7 @@ def test_of_a_thousand_damaged_files_none_loads_and_the_previous_one_does(
         with pytest.warns(UserWarning, match="not loaded, though newer"):
             other.load(tmp_path)
         assert same(final_bits(other), wanted)
-    assert loaded_altered < 200
+    assert loaded_altered < 60
 
 
 def loads_or_is_refused(session: Any, path: Path) -> bool:
@@ -265,9 +249,7 @@ def noted(calls: list[str], name: str, function: Callable[..., Any]) -> Callable
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_a_failed_write_leaves_nothing_and_harms_nothing(
-    name: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_and_harms_nothing(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
 
     def fail(*_: Any) -> None:

@@ -8,18 +8,16 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from helpers_waiting import until
 from mezzo import SnapshotError
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots import folder as folders
 from mezzo.engine.snapshots.folder import LOCK, Folder, saved_in
-from paths import ROOT
 from snapshot_runs import built, train
 
 
@@ -34,15 +32,12 @@ def test_names_say_when_and_in_which_order(tmp_path: Path) -> None:
         path.touch()
     (tmp_path / "notes.txt").touch()
 
-    assert names(tmp_path) == [
-        "000001-update-00000012.safetensors",
-        "000002-update-00000003+2.safetensors",
-        "notes.txt",
-    ]
+    second = "000002-update-00000003+2.safetensors"
+    assert names(tmp_path) == ["000001-update-00000012.safetensors", second, "notes.txt"]
     assert [saved[:3] for saved in saved_in(tmp_path)] == [(2, 3, 2), (1, 12, 0)]
     assert saved_in(tmp_path / "none") == []
     folder.prune(1)
-    assert names(tmp_path) == ["000002-update-00000003+2.safetensors", "notes.txt"]
+    assert names(tmp_path) == [second, "notes.txt"]
 
 
 def test_numbers_go_on_and_what_an_interrupted_write_left_goes(tmp_path: Path) -> None:
@@ -66,26 +61,19 @@ def test_two_sessions_of_one_process(tmp_path: Path) -> None:
     Folder(tmp_path)
 
 
-OTHER = """
-import sys, time
-from pathlib import Path
-from mezzo.engine.snapshots.folder import Folder
-folder = Folder(Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
 def test_another_process_is_named_and_its_lock_ends_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OTHER, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(SnapshotError, match=rf"process {other.pid} on .* \(-c .*\) is writing snapshots to"):
+    other = os.fork()
+    if other == 0:
+        kept = Folder(tmp_path)
+        (tmp_path / "locked").write_text(kept.path.name)
+        signal.pause()
+    try:
+        until(lambda: (tmp_path / "locked").exists(), "the lock")
+        with pytest.raises(SnapshotError, match=rf"process {other} on .* \(.*\) is writing snapshots to"):
             Folder(tmp_path)
-        other.kill()
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
     Folder(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
@@ -159,10 +147,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("break_it", "message"), FAILURES)
 def test_a_failed_save_is_an_error_and_harms_nothing(
-    break_it: Callable[[Path], Callable[[], None]],
-    message: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    break_it: Callable[[Path], Callable[[], None]], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "snapshots"
     session, loader = built()
@@ -184,9 +169,7 @@ def test_a_failed_save_is_an_error_and_harms_nothing(
     assert again.load(folder) is not None
 
 
-def test_a_failed_save_nobody_waited_for_is_raised_by_the_next(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_save_is_raised_by_the_next_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     session, _ = built()
     session.save(tmp_path).wait()  # type: ignore[union-attr]
     mend = full_disk(tmp_path)

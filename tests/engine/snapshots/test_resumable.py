@@ -20,14 +20,10 @@ from snapshot_runs import CALLS, OPTIMIZERS, built, final_bits, same, stopped_an
 
 POLICIES = ["fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8"]
 CASES: list[tuple[str, str, int]] = [
-    *((policy, "mezzo.AdamW", at) for policy in POLICIES for at in (5, 9)),
-    *(
-        (policy, name, 8)
-        for policy in ("fp16", "fp16-master", "bf16-master")
-        for name in OPTIMIZERS
-        if name != "stochastic"
-    ),
-    *(("fp16-pure", name, 8) for name in ("torch.SGD", "torch.AdamW", "torch.Adagrad")),
+    *((policy, "mezzo.AdamW", at) for policy, at in zip(POLICIES, (5, 9) * 5, strict=False)),
+    *(("fp16-master", name, 8) for name in OPTIMIZERS if name != "stochastic"),
+    *(("bf16-master", name, 8) for name in ("torch.AdamW", "mezzo.AdamW 8bit")),
+    ("fp16-pure", "torch.Adagrad", 8),
     ("bf16-pure", "stochastic", 8),
 ]
 
@@ -46,22 +42,20 @@ def test_a_resumed_run_is_the_one_that_never_stopped(policy: str, optimizer: str
     assert same(final_bits(resumed), wanted)
 
 
-@pytest.mark.parametrize("at", range(1, CALLS))
+@pytest.mark.parametrize("at", [1, 2, 3, 6, 7, 8, 14, 15, 20])  # about the ends of windows and of passes over the data
 def test_wherever_it_was_stopped(at: int, tmp_path: Path) -> None:
-    session, loader = built()
-    losses = train(session, loader)
+    losses, bits = whole_run()
 
     resumed_losses, resumed = stopped_and_resumed(tmp_path, at)
 
     assert resumed_losses == losses
-    assert same(final_bits(resumed), final_bits_of_the_whole_run())
+    assert same(final_bits(resumed), bits)
 
 
 @functools.cache
-def final_bits_of_the_whole_run() -> list[torch.Tensor]:
+def whole_run() -> tuple[list[float], list[torch.Tensor]]:
     session, loader = built()
-    train(session, loader)
-    return final_bits(session)
+    return train(session, loader), final_bits(session)
 
 
 def test_workers_are_brought_to_the_same_place(tmp_path: Path) -> None:
@@ -113,24 +107,15 @@ def test_a_snapshot_loads_under_another_policy(saved: str, loaded: str, tmp_path
     assert len(train(second, loader)) == CALLS - 6
 
 
-REFUSALS: list[tuple[dict[str, Any], int, str]] = [
-    (
-        {"policy": "bf16"},
-        4,
-        "it was saved inside an accumulation window, of 3 micro-batches under policy fp16; this session has 3 under bf16",
-    ),
-    (
-        {"optimizer": OPTIMIZERS["mezzo.SGD"]},
-        6,
-        "it contains the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
-    ),
-]
+WINDOW = (
+    "it was saved inside an accumulation window, of 3 micro-batches under policy fp16; this session has 3 under bf16"
+)
+OTHERS = "it contains the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR"
+REFUSALS = [({"policy": "bf16"}, 4, WINDOW), ({"optimizer": OPTIMIZERS["mezzo.SGD"]}, 6, OTHERS)]
 
 
 @pytest.mark.parametrize(("how", "at", "message"), REFUSALS)
-def test_what_does_not_fit_is_refused_and_changes_nothing(
-    how: dict[str, Any], at: int, message: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_changes_nothing(how: dict[str, Any], at: int, message: str, tmp_path: Path) -> None:
     session, loader = built()
     train(session, loader, calls=at, after=lambda s, made: s.save(tmp_path) and None if made == at else None)
     session.state.snapshots.saving.wait()  # type: ignore[union-attr]
@@ -150,10 +135,8 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     other = mezzo.Session(net, mezzo.AdamW(net.parameters()), policy="fp16", accumulate=3)
     before = net.weight.clone()
 
-    with pytest.raises(
-        SnapshotError,
-        match=r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it belongs to another",
-    ):
+    text = r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it belongs to another"
+    with pytest.raises(SnapshotError, match=text):
         other.load(tmp_path)
 
     assert torch.equal(net.weight, before)
@@ -164,8 +147,8 @@ def test_saving_changes_nothing_and_old_ones_go(tmp_path: Path) -> None:
     losses = train(session, loader, after=lambda s, _: s.save(tmp_path, keep=2) and None)
     session.state.snapshots.saving.wait()  # type: ignore[union-attr]
 
-    assert losses == train(*built())
-    assert same(final_bits(session), final_bits_of_the_whole_run())
+    assert losses == whole_run()[0]
+    assert same(final_bits(session), whole_run()[1])
     assert [saved.number for saved in saved_in(tmp_path)] == [CALLS, CALLS - 1]
     assert [(saved.updates, saved.calls) for saved in saved_in(tmp_path)] == [(7, 0), (6, 2)]
 
@@ -220,9 +203,8 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
     middle.write_bytes(pickle.dumps(Path))
     again, _ = built()
 
-    with pytest.warns(
-        UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"
-    ):
+    text = r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"
+    with pytest.warns(UserWarning, match=text):
         found = again.load(tmp_path)
 
     assert found is not None

@@ -49,9 +49,7 @@ def weights(found: list[tuple[str, ...]]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "others"), [("ddp", [(1, "one")]), ("fsdp", [(1, "fsdp"), (4, "fsdp")])])
-def test_any_number_of_processes_resumes_from_a_snapshot_of_two(
-    kind: str, others: list[tuple[int, str]], tmp_path: Path
-) -> None:
+def test_any_number_of_processes_resumes_from_two(kind: str, others: list[tuple[int, str]], tmp_path: Path) -> None:
     undisturbed = ends(tmp_path, 2, kind, "save")
     assert weights(undisturbed)[0] == weights(undisturbed)[1]
     assert ends(tmp_path, 2, kind, "load") == undisturbed  # to the bit

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -66,35 +64,6 @@ def test_a_tensor_is_never_called_what_the_file_calls_its_header() -> None:
     assert [*tensors] == ["__metadata__'"]
 
 
-def test_dicts_keep_their_kinds() -> None:
-    state = {
-        "milestones": Counter([3, 3, 5]),
-        "ordered": OrderedDict(b=1, a=2),
-        "marked": {"$": "tensor"},
-        "set": {1, 2},
-    }
-
-    assert typed(through_json(state)) == typed(state)
-
-
-def test_numpy_values_are_restored() -> None:
-    state = {
-        "array": np.array([[1, 2], [3, 4]], dtype=np.uint32),
-        "single": np.float32(0.1),
-        "int": np.int64(7),
-        "double": np.float64(0.1),
-        "nan": math.nan,
-    }
-
-    again = through_json(state)
-
-    assert again["array"].dtype == np.uint32
-    assert again["array"].tolist() == [[1, 2], [3, 4]]
-    assert (type(again["single"]), again["single"]) == (np.float32, np.float32(0.1))
-    assert (type(again["int"]), again["int"]) == (np.int64, 7)
-    assert (again["double"], math.isnan(again["nan"])) == (0.1, True)
-
-
 def test_tensors_keep_their_layout_and_are_written_once() -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state = {"a": image, "b": [image, image[0]], "t": torch.arange(6).reshape(2, 3).t(), "gaps": torch.arange(6)[::2]}
@@ -103,13 +72,8 @@ def test_tensors_keep_their_layout_and_are_written_once() -> None:
     again = put_together(tree, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
     assert list(tensors) == ["a", "t", "gaps"]  # image[0] is a view of the same memory
-    for mine, wanted in [
-        (again["a"], image),
-        (again["b"][0], image),
-        (again["t"], state["t"]),
-        (again["gaps"], state["gaps"]),
-    ]:
-        assert torch.equal(mine, wanted)
+    given = [image, image, state["t"], state["gaps"]]
+    assert all(map(torch.equal, [again["a"], again["b"][0], again["t"], again["gaps"]], given))
     assert (again["a"].stride(), again["t"].stride()) == (image.stride(), (1, 3))
 
 
@@ -118,10 +82,7 @@ class Thing:
 
 
 REFUSED = [
-    (
-        {"model": {"deep": [1, Thing()]}},
-        r"the state contains a Thing at model\.deep\.1; allowed: numbers, texts, bytes",
-    ),
+    ({"model": {"deep": [1, Thing()]}}, r"contains a Thing at model\.deep\.1; allowed: numbers, texts, bytes"),
     (lambda: 1, r"the state contains a function at its top"),
     ({"s": torch.eye(2).to_sparse()}, r"a tensor that is not dense: of layout torch\.sparse_coo at s; allowed: "),
     ({"o": np.array([Thing()])}, "the state contains a ndarray of object at o"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from helpers_launch import request_for
 from mezzo.children.signals import stoppable
 from mezzo.launch.ranks import following, leading
 from mezzo.launch.ranks.launched import Launched
-from mezzo.launch.ranks.leading import Leader, new_rendezvous
+from mezzo.launch.ranks.leading import Leader, free_port, new_rendezvous
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.request import Request
-from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord, Steps, write_record
 from record_builders import environment
 
@@ -65,8 +67,7 @@ def job(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def request(folder: Path, name: str = "run", policy: str = "fp16") -> Request:
-    path = str(folder / name / "record.json")
-    return Request(target="t.py", kind="script", policy=Policy.parse(policy), record_path=path, command=("mezzo",))
+    return request_for(folder / name, "t.py", policy=policy)
 
 
 def run(lead: Leader, run_one: Any, asked: Request, limit_s: float | None = None) -> RunRecord:
@@ -181,3 +182,41 @@ def test_a_command_that_is_over_is_told_by_a_rank_0_that_is_gone(tmp_path: Path)
         code, recorded = following._follow(meeting, stop)
     meeting.leave()
     assert (code, recorded) == (3, None)
+
+
+# --- The port of a job's store: one that is free, and that no outgoing connection is given before the store is opened ---
+
+
+def test_it_is_below_those_of_outgoing_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "range"
+    given.write_text("20000\t60999\n")
+    monkeypatch.setattr(leading, "_RANGE", given)
+    assert all(10_240 <= free_port() < 20_000 for _ in range(50))
+
+
+@pytest.mark.parametrize("text", [None, "", "none"])
+def test_where_the_system_does_not_say_its_range_the_usual_one_counts(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(leading, "_RANGE", tmp_path / "range")
+    assert 10_240 <= free_port() < 32_768
+
+
+def test_one_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+        number = taken.getsockname()[1]
+        other = free_port()
+        drawn = iter([number, number, other])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda self, low, high: next(drawn))
+        assert free_port() == other
+
+
+def test_where_connections_may_have_any_port_the_system_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text("1024 65535")
+    monkeypatch.setattr(leading, "_RANGE", tmp_path / "range")
+    assert free_port() >= 1024

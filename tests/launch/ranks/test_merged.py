@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers_launch import request_for
 from mezzo.launch.ranks.blame import ProcessEnd
-from mezzo.launch.ranks.merged import merged
+from mezzo.launch.ranks.merged import differences, for_rank, merged
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.records import AuditRecord, Finding, Loss, Metric, OutOfMemory, RankRun, RunRecord, Steps
 from record_builders import environment
 
@@ -106,3 +109,64 @@ def test_findings_of_all_ranks_once_and_those_of_others_with_their_ranks() -> No
     assert isinstance(record, AuditRecord)
     assert [one.title for one in record.findings] == ["a601", "a602 (rank 1, 2)"]
     assert len(record.run.ranks) == 3
+
+
+# --- Each rank's own files ---
+
+
+def asked(observe: AnySettings, rank: int, folder: Path) -> AnySettings:
+    request = request_for(folder, "t.py", policy="fp16", observe=observe)
+    found = for_rank(request, rank, folder=folder, number=4, ranks=3)
+    assert found.rank == rank
+    assert found.observe is not None
+    return found.observe
+
+
+def test_no_two_ranks_write_one_file(tmp_path: Path) -> None:
+    diagnose = [
+        asked(DiagnoseSettings(evidence_path=str(tmp_path / "run.evidence.json")), r, tmp_path) for r in range(3)
+    ]
+    assert [Path(o.evidence_path).name for o in diagnose if o.kind == "diagnose"] == [
+        "run.evidence.json",
+        "run.evidence.rank1.json",
+        "run.evidence.rank2.json",
+    ]
+    fallback = [asked(FallbackSettings(folder=str(tmp_path)), rank, tmp_path) for rank in range(2)]
+    assert [o.folder for o in fallback if o.kind == "fallback"] == [str(tmp_path), str(tmp_path / "rank1")]
+    assert (tmp_path / "rank1").is_dir()
+    ranges = asked(RangesSettings(), 1, tmp_path)
+    assert ranges.kind == "ranges"
+    assert ranges.counts_path == str(tmp_path / "run-4.counts.json")
+
+
+# --- What differs between ranks, as a table ---
+
+
+def ranks(**columns: list[Any]) -> list[RankRun]:
+    """Return ranks that are alike but for these fields."""
+    count = len(next(iter(columns.values())))
+    same: dict[str, Any] = {"device": "cpu", "num_steps": 20, "weights": "a", "cpu_ms": 10.0, "total_bytes": 1000}
+    rows = [{name: values[rank] for name, values in columns.items()} for rank in range(count)]
+    return [RankRun(rank=rank, **{**same, **row}) for rank, row in enumerate(rows)]
+
+
+CASES = [
+    (ranks(num_steps=[20, 20]), []),
+    (ranks(weights=["a", "b", "b"]), [("weights", "a on rank 0; b on ranks 1, 2")]),
+    (ranks(weights=["a", ""]), []),  # one had lost its model by then
+    (ranks(num_steps=[20, 19]), [("steps", "19 on rank 1, 20 on rank 0")]),
+    (ranks(skipped_steps=[[1, 3], [1, 3]]), []),
+    (ranks(skipped_steps=[[1, 3], [3]]), [("skipped", "step 1, by rank 0 only")]),
+    (ranks(final_scale=[1024.0, 1024.0, 512.0]), [("loss scale", "1024 on ranks 0, 1; 512 on rank 2")]),
+    (ranks(cpu_ms=[10.0, 14.9]), []),
+    (ranks(cpu_ms=[10.0, 20.0]), [("time a step", "rank 1 computes 2.0 times as long as rank 0")]),
+    (ranks(cpu_ms=[10.0, 20.0], device=["NVIDIA H100", "NVIDIA H100"]), []),  # the host of a GPU waits busily
+    (ranks(cpu_ms=[10.0, 20.0], num_steps=[5, 5]), []),
+    (ranks(total_bytes=[1000, 1500]), [("memory", "rank 1 has 1.50 times the bytes of rank 0")]),
+    (ranks(cuda_allocated_bytes=[1000, 1100]), []),
+]
+
+
+@pytest.mark.parametrize(("given", "found"), CASES)
+def test_differences(given: list[RankRun], found: list[tuple[str, str]]) -> None:
+    assert [(one.what, one.value) for one in differences(given)] == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.backward import loss_name
 from mezzo.policy import Policy
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
@@ -29,88 +31,81 @@ def called(model: nn.Module, weights: list[Tensor]) -> Tensor:
     return outputs
 
 
-def meta_losses(**how: bool) -> Iterator[Tensor]:
-    """Yield the outer loss of MAML: the inner gradients are those of the parameters that the optimizer trains."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def looped(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """Yield the outer loss of each of six updates."""
     for _ in range(6):
-        weights = list(model.parameters())
-        for _ in range(2):
-            inner = STEEP * F.cross_entropy(called(model, weights), Y)
-            gradients = torch.autograd.grad(inner, weights, **how)
-            weights = [w - 0.5 / STEEP * g for w, g in zip(weights, gradients, strict=True)]
-        loss = F.cross_entropy(called(model, weights), Y)
+        loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield loss
 
 
-def maml_of_first_order() -> Iterator[Tensor]:
-    return meta_losses()
+def maml(**how: bool) -> Iterator[Tensor]:
+    """The inner gradients are those of the parameters that the optimizer trains."""
+    model = network()
 
+    def loss() -> Tensor:
+        weights = list(model.parameters())
+        for _ in range(2):
+            gradients = torch.autograd.grad(STEEP * F.cross_entropy(called(model, weights), Y), weights, **how)
+            weights = [w - 0.5 / STEEP * g for w, g in zip(weights, gradients, strict=True)]
+        return F.cross_entropy(called(model, weights), Y)
 
-def maml_of_second_order() -> Iterator[Tensor]:
-    return meta_losses(create_graph=True)
+    return looped(torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
 
 def unrolled_hyperparameter() -> Iterator[Tensor]:
-    """Yield the loss after a step whose learning rate is trained."""
+    """The loss follows a step whose learning rate is trained."""
     model, rate = network(), torch.tensor(0.1, requires_grad=True)
-    optimizer = torch.optim.SGD([rate], lr=0.1)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         weights = list(model.parameters())
         gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights, create_graph=True)
         weights = [w - rate / STEEP * g for w, g in zip(weights, gradients, strict=True)]
-        loss = F.cross_entropy(called(model, weights), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.cross_entropy(called(model, weights), Y)
+
+    return looped(torch.optim.SGD([rate], lr=0.1), loss)
 
 
 def learned_optimizer() -> Iterator[Tensor]:
-    """Yield the loss after an update that a trained network has computed from gradients."""
+    """The loss follows an update that a trained network has computed from gradients."""
     model, learned = network(), nn.Linear(1, 1)
     nn.init.constant_(learned.weight, -0.1)
     nn.init.zeros_(learned.bias)
-    optimizer = torch.optim.SGD(learned.parameters(), lr=0.01)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         weights = list(model.parameters())
         gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights)
         steps = [learned((g / STEEP).reshape(-1, 1)).view_as(g) for g in gradients]
-        loss = F.cross_entropy(called(model, [w + s for w, s in zip(weights, steps, strict=True)]), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.cross_entropy(called(model, [w + s for w, s in zip(weights, steps, strict=True)]), Y)
+
+    return looped(torch.optim.SGD(learned.parameters(), lr=0.01), loss)
 
 
 def r1_penalty() -> Iterator[Tensor]:
-    """Yield a discriminator's loss with a penalty on its gradient at real data."""
+    """A discriminator's loss has a penalty on its gradient at real data."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(6):
+
+    def loss() -> Tensor:
         real = X.clone().requires_grad_()
         outputs = model(real)
         (slope,) = torch.autograd.grad(STEEP * outputs.sum(), real, create_graph=True)
-        loss = F.softplus(-outputs).mean() + (slope / STEEP).square().sum(1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+        return F.softplus(-outputs).mean() + (slope / STEEP).square().sum(1).mean()
+
+    return looped(torch.optim.SGD(model.parameters(), lr=0.01), loss)
 
 
-WAYS: list[Callable[[], Iterator[Tensor]]] = [
-    maml_of_first_order,
-    maml_of_second_order,
-    unrolled_hyperparameter,
-    learned_optimizer,
-    r1_penalty,
-]
+WAYS: dict[str, Callable[[], Iterator[Tensor]]] = {
+    "MAML of first order": maml,
+    "MAML of second order": lambda: maml(create_graph=True),
+    "unrolled hyperparameter": unrolled_hyperparameter,
+    "learned optimizer": learned_optimizer,
+    "R1 penalty": r1_penalty,
+}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_loss_that_depends_on_gradients_is_that_of_fp32(way: Callable[[], Iterator[Tensor]]) -> None:
     expected = [loss.item() for loss in way()]
     with switched(Policy.parse("fp16:arithmetic=emulated:max_scale=65536")) as (run, _):
@@ -155,3 +150,46 @@ def test_a_static_scale_that_overflows_ends(leaves: str) -> None:
         found = torch.autograd.grad(loss, model.parameters() if leaves == "trained" else x)
     assert len(optimizer.param_groups) == 1  # the optimizer lives, so that its parameters are trained ones
     assert any(not math.isfinite(g.sum().item()) for g in found)
+
+
+# --- A loss has the name that the script gives it in the line of its backward pass, if the line leaves no doubt ---
+
+
+NAMES = [
+    ("loss_d.backward()", False, "loss_d"),
+    ("self.loss_g.backward(retain_graph=True)", False, "loss_g"),
+    ("losses['actor'].backward()", False, "actor"),
+    ("(errD_real + errD_fake).backward()", False, "errD_real + errD_fake"),
+    ("(loss_d / 4).backward()", False, "loss_d"),
+    ("errG.backward(minus_one)", False, "errG"),
+    ("scaler.scale(loss_d).backward()", False, "loss_d"),
+    ("scaler.scale(loss_d / steps).backward()", False, "loss_d"),
+    ("torch.autograd.backward(g_loss)", False, "g_loss"),
+    ("self.manual_backward(d_loss)", True, "d_loss"),
+    ("accelerator.backward(d_loss)", True, "d_loss"),
+    ("accelerator.backward()", True, ""),
+    ("critic(x).mean().backward()", False, ""),
+    ("(a + critic(x)).backward()", False, ""),
+    ("losses[0].backward()", False, ""),
+    ("a.backward(); b.backward()", False, ""),
+    ("train()", False, ""),
+    ("loss_d.backward(", False, ""),
+]
+
+
+@pytest.mark.parametrize(("text", "by_library", "name"), NAMES, ids=[text for text, *_ in NAMES])
+def test_the_name_is_read_from_the_line(text: str, by_library: bool, name: str, tmp_path: Path) -> None:
+    script = tmp_path / "a b: c.py"
+    script.write_text(f"first.backward()\n{text}\n", encoding="utf-8")
+    assert loss_name(f"{script}:2", by_library=by_library) == name
+
+
+def test_a_call_may_fill_several_lines(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("(\n    loss_d\n    .backward()\n)\n", encoding="utf-8")
+    assert [loss_name(f"{script}:{line}", by_library=False) for line in (2, 3, 4)] == ["loss_d", "loss_d", ""]
+
+
+@pytest.mark.parametrize("line", ["", "<stdin>:1", "/no/such/file.py:3"])
+def test_what_cannot_be_read_has_no_name(line: str) -> None:
+    assert loss_name(line, by_library=False) == ""

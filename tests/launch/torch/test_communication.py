@@ -29,16 +29,18 @@ def nothing(gradients: list[Tensor]) -> None:
     """Leave gradients to the command."""
 
 
+def reduced(reduce: Reduce, model: nn.Module) -> None:
+    reduce([p.grad for p in model.parameters() if p.grad is not None])
+
+
 def with_optimizer(reduce: Reduce) -> list[Tensor]:
     """Train as scripts do; the norm that clips is that of reduced gradients."""
-    model = mlp(6, 9, 3)
-    frozen = mlp(3, 3)
+    model, frozen, found = mlp(6, 9, 3), mlp(3, 3), list[Tensor]()
     optimizer = torch.optim.SGD([*model.parameters(), *frozen.parameters()], lr=0.1)
-    found = []
     for x, y in batches(3):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        reduce([p.grad for p in model.parameters() if p.grad is not None])
+        reduced(reduce, model)
         found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
     return [*found, *model.parameters()]
@@ -50,7 +52,7 @@ def accumulating(reduce: Reduce) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, (x, y) in enumerate(batches(4)):
         (F.cross_entropy(model(x), y) / 2).backward()
-        reduce([p.grad for p in model.parameters() if p.grad is not None])
+        reduced(reduce, model)
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -64,7 +66,7 @@ def two_models(reduce: Reduce) -> list[Tensor]:
     for x, y in batches(2):
         for model in models:
             F.cross_entropy(model(x), y).backward()
-            reduce([p.grad for p in model.parameters() if p.grad is not None])
+            reduced(reduce, model)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -77,12 +79,10 @@ def by_hand(reduce: Reduce) -> list[Tensor]:
     nn.init.constant_(model.weight, 0.1)
     for x, y in batches(3):
         F.cross_entropy(model(x), y).backward()
-        reduce([p.grad for p in model.parameters() if p.grad is not None])
+        reduced(reduce, model)
         with torch.no_grad():
-            for p in model.parameters():
-                assert p.grad is not None
-                p -= 0.1 * p.grad
-                p.grad = None
+            model.weight -= 0.1 * model.weight.grad  # type: ignore[operator]
+            model.weight.grad = None
     return list(model.parameters())
 
 
@@ -108,11 +108,11 @@ def test_every_backward_pass_reduces_what_it_computed(loop: Callable[[Reduce], l
 
 
 class Product(nn.Module):
-    """The product of a weight and a vector, which is the weight's gradient."""
+    """The product of a weight and a vector, which is the weight's gradient: no list of operations would round it."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4))
+        self.weight = nn.Parameter(weight)
 
     def forward(self, vector: Tensor) -> Tensor:
         return (self.weight * vector).sum()
@@ -122,7 +122,7 @@ class Product(nn.Module):
 def test_fp16_sums_keep_the_scale_of_small_gradients(policy: str, kept: bool) -> None:
     small = torch.full((4,), 2.0**-27)
     with switched(Policy.parse(policy)):
-        model = Product()
+        model = Product(torch.zeros(4))
         torch.optim.SGD(model.parameters(), lr=1.0)
         model(small).backward()
     assert model.weight.grad is not None
@@ -131,7 +131,7 @@ def test_fp16_sums_keep_the_scale_of_small_gradients(policy: str, kept: bool) ->
 
 def test_an_overflow_of_the_sum_is_skipped() -> None:
     with switched(Policy.parse("fp16:reduce=fp16:world=384:init_scale=1048576")) as (run, _):
-        model = Product()
+        model = Product(torch.zeros(4))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model(torch.tensor([8.0, 1e-3, 1e-3, 1e-3])).backward()
         assert model.weight.grad is not None
@@ -174,15 +174,8 @@ def test_what_one_process_cannot_do_is_said(policy: str) -> None:
     assert found == LEFT_ALONE[policy]
 
 
-class Scales(nn.Module):
-    """A weight that no list of operations would round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(64, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, vector: Tensor) -> Tensor:
-        return (self.weight * vector).sum()
+def scales() -> Product:
+    return Product(torch.rand(64, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +195,7 @@ def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: st
     vector, used = torch.rand(64, generator=torch.Generator().manual_seed(1)), []
     policy = f"bf16:gather={gather}:reduce=fp32:world=8"
     with switched(Policy.parse(policy)) as (run, _):
-        model, plain = Scales(), Scales().weight.detach()
+        model, plain = scales(), scales().weight.detach()
         torch.distributed.fsdp.fully_shard(model)
         torch.optim.SGD(model.parameters(), lr=1.0)
         model.register_forward_pre_hook(lambda module, _: used.append(module.weight.detach().clone()))
@@ -219,7 +212,7 @@ def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: st
 @pytest.mark.usefixtures("group_of_one")
 def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
     """With an emulated reduction as with a real one: a session cannot change the arguments of fully_shard."""
-    model = torch.distributed.fsdp.fully_shard(Scales())
+    model = torch.distributed.fsdp.fully_shard(scales())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(
         SessionError, match=r"says gather=bf16, and fully_shard was called with param_dtype=torch\.float32"

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU stands in only where there is no CUDA device"
 )
 DEVICE = torch.device("cuda", 0)
+CHECKED: dict[str, Any] = {"device": "cuda", "check_invariants": True}
 
 
 @pytest.fixture
@@ -44,10 +45,7 @@ CREATIONS: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "eye": (lambda: torch.eye(2, device="cuda")[0], [1, 0]),
     "ones_like": (lambda: torch.ones_like(torch.zeros(2), device="cuda"), [1, 1]),
     "new_zeros": (lambda: torch.ones(2).new_zeros(2, device="cuda"), [0, 0]),
-    "sparse": (
-        lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda", check_invariants=True).to_dense(),
-        [1, 0],
-    ),
+    "sparse": (lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), **CHECKED).to_dense(), [1, 0]),
     "sparse, moved": (lambda: torch.eye(2).to_sparse().to("cuda").to_dense()[0], [1, 0]),
     "triu_indices": (lambda: torch.triu_indices(2, 2, device="cuda")[1], [0, 1, 1]),
     "tensor type": (lambda: torch.cuda.FloatTensor([1.0, 2.0]), [1, 2]),
@@ -155,9 +153,7 @@ def test_torchscript_compiles_factory_functions_as_before() -> None:
     assert made(2).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("policy", "low"), [("as-is", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
-)
+@pytest.mark.parametrize(("policy", "low"), [("as-is", "float32"), ("fp16", "float16")])
 def test_a_script_that_hard_codes_cuda_trains(policy: str, low: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = in_fork(["run", "--policy", policy, "--out", str(out), str(SCRIPTS / "cuda_names.py")], folder=tmp_path)

@@ -44,5 +44,6 @@ def _compare(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", PARTS)
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_it_is_a_batch_norm_of_all_processes(world_size: int, tmp_path: Path) -> None:
-    processes.spawn(_compare, (world_size, str(tmp_path)), world_size)
+    processes.start_processes(_compare, (world_size, str(tmp_path)), world_size, start_method="fork")

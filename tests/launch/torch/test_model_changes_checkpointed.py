@@ -21,6 +21,12 @@ from mezzo.policy import Policy
 from mezzo.records import Note
 
 POLICIES = ["as-is", "fp32", "tf32", "bf16", "fp16", "bf16-master", "fp16-pure", "fp8"]
+CASES = [
+    *((policy, "full") for policy in POLICIES),
+    *(("fp16", plan) for plan in ("selective", "every-2", "8KiB")),
+    ("fp8", "selective"),
+]
+"""How a policy casts, and which modules run again, do not touch each other."""
 
 
 class Block(nn.Module):
@@ -115,8 +121,7 @@ def _forget() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("plan", ["full", "selective", "every-2", "8KiB"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "plan"), CASES)
 def test_training_is_the_same_to_the_bit(policy: str, plan: str) -> None:
     if policy not in PLAIN:
         PLAIN[policy] = trained(policy)
@@ -247,36 +252,21 @@ class Reading(nn.Module):
         return torch.stack([self.net(part) for part in parts])
 
 
+CALL: dict[str, Any] = {"call": lambda model, x: model(x)}
+COMPILED = {"build": lambda: torch.compile(Net(), backend="eager")}
+FUNCTION = {"call": lambda model, x: torch.compile(lambda x: model(x), backend="eager")(x)}
+ITERATOR: dict[str, Any] = {"build": Reading, "call": lambda model, x: model(iter([x]))}
+STATE = {"build": lambda: nn.Sequential(nn.Linear(8, 16), Counter()), **CALL}
 REFUSED: dict[str, tuple[dict[str, Any], str, type[MezzoError], str]] = {
     "a library's forward": ({"build": wrapped}, "full", ScriptError, "wraps the forward of its part blocks.0"),
     "own checkpointing": ({"build": own}, "full", SessionError, "the model checkpoints itself already"),
     "compiled part": ({"build": compiled_part}, "full", ScriptError, "Net: the script compiles its part blocks.1"),
-    "compiled": (
-        {"build": lambda: torch.compile(Net(), backend="eager")},
-        "full",
-        ScriptError,
-        "cannot be applied to Net: the script compiles it",
-    ),
-    "compiled function": (
-        {"call": lambda model, x: torch.compile(lambda x: model(x), backend="eager")(x)},
-        "full",
-        ScriptError,
-        "cannot be applied to Net: a function that the script compiles calls it",
-    ),
-    "lazy": ({"build": lazy, "call": lambda model, x: model(x)}, "full", ScriptError, "shapes in its first call"),
-    "iterator": (
-        {"build": Reading, "call": lambda model, x: model(iter([x]))},
-        "full",
-        ScriptError,
-        "it is called with a list_iterator, which can be read only once",
-    ),
+    "compiled": (COMPILED, "full", ScriptError, "cannot be applied to Net: the script compiles it"),
+    "compiled function": (FUNCTION, "full", ScriptError, "to Net: a function that the script compiles calls it"),
+    "lazy": ({"build": lazy, **CALL}, "full", ScriptError, "shapes in its first call"),
+    "iterator": (ITERATOR, "full", ScriptError, "it is called with a list_iterator, which can be read only once"),
     "too small a budget": ({}, "1KiB", UsageError, "no plan keeps what waits for the backward pass within 1 KiB"),
-    "state everywhere": (
-        {"build": lambda: nn.Sequential(nn.Linear(8, 16), Counter()), "call": lambda model, x: model(x)},
-        "every-1",
-        ScriptError,
-        "1 changes its attribute 'calls' in each pass",
-    ),
+    "state everywhere": (STATE, "every-1", ScriptError, "1 changes its attribute 'calls' in each pass"),
 }
 
 

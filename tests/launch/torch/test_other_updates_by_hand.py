@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_launch import run_record
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.state import TorchRun
-from mezzo.measure.environment import environment
 from mezzo.observe.fallback.observer import Fallback
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.ranges.observer import Ranges
@@ -24,7 +24,7 @@ from mezzo.observe.settings import (
     StopScript,
 )
 from mezzo.policy import Policy
-from mezzo.records import AuditRecord, RunRecord
+from mezzo.records import AuditRecord
 
 
 def model_of(seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -210,7 +210,7 @@ def forward_first(trial: Callable[[nn.Module, Tensor], None]) -> None:
         loss = loss_of(model, x)
 
 
-RUN = RunRecord(command=[], script="t", script_sha256="", policy="as-is", environment=environment("cpu"))
+RUN = run_record("as-is")
 
 
 def audited(run: TorchRun) -> object:

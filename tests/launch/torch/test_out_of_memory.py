@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from helpers_launch import children_in_this_process
-from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child
-from mezzo.launch.torch.out_of_memory import is_out_of_memory, saved_by_graphs
+from helpers_launch import run_in_child
+from helpers_values import existing
+from mezzo.launch.torch.out_of_memory import OPTIMIZER, is_out_of_memory, memory_settings, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 
@@ -19,22 +19,12 @@ FIRST, LAST = 4 * (64 * 256 + 256), 4 * (256 * 8 + 8)
 
 
 def ran(folder: Path, *arguments: str, policy: str = "fp32") -> RunRecord:
-    request = Request(
-        target=str(SCRIPTS / "out_of_memory.py"),
-        kind="script",
-        arguments=arguments,
-        policy=policy,
-        record_path=str(folder / "record.json"),
-        command=("mezzo",),
-    )
-    with children_in_this_process():
-        return run_child(request, output=folder / "output.log")
+    return run_in_child(folder, str(SCRIPTS / "out_of_memory.py"), *arguments, policy=policy)
 
 
 def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> None:
     record = ran(tmp_path, "fake", "4")
-    found = record.out_of_memory
-    assert found is not None
+    found = existing(record.out_of_memory)
     assert (record.exit_code, found.step, found.asked_bytes) == (1, 4, int(2.5 * 2**30))
     steps = 4 * 4  # Adam's step count of each of four tensors
     # The last step's graph is freed; the graph of this one keeps the input and the result of ReLU.
@@ -49,8 +39,7 @@ def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> N
 
 
 def test_settings_come_with_the_bytes_that_they_save(tmp_path: Path) -> None:
-    found = ran(tmp_path, "fake", "4").out_of_memory
-    assert found is not None
+    found = existing(ran(tmp_path, "fake", "4").out_of_memory)
     assert 4 * (128 * 64 + 128 * 256 + 128 * 8) == 164 * 2**10  # what a step keeps
     written = {one.value: one.reason.partition(":")[0] for one in found.settings}
     assert written == {
@@ -63,8 +52,7 @@ def test_settings_come_with_the_bytes_that_they_save(tmp_path: Path) -> None:
 
 
 def test_before_a_whole_step_that_is_said(tmp_path: Path) -> None:
-    found = ran(tmp_path, "fake", "1", policy="bf16").out_of_memory
-    assert found is not None
+    found = existing(ran(tmp_path, "fake", "1", policy="bf16").out_of_memory)
     assert found.held_bytes["gradients"] == found.held_bytes["optimizer state"] == 0
     assert "activations of a step" in [one.what for one in found.not_known]
     assert "--policy bf16" not in [one.value for one in found.settings]
@@ -95,3 +83,17 @@ def test_a_freed_graph_holds_nothing() -> None:
     assert [*saved_by_graphs([loss])]
     loss.backward()
     assert [*saved_by_graphs([loss])] == []
+
+
+# --- Settings that save memory name the bytes that they save in a unit with three digits ---
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("optimizer_bytes", "saved"), [(1000 * MIB, "750 MiB"), (1364 * MIB, "0.999 GiB"), (4096 * MIB, "3 GiB")]
+)
+def test_saved_bytes_have_three_digits(optimizer_bytes: int, saved: str) -> None:
+    (setting,) = memory_settings({OPTIMIZER: optimizer_bytes}, lowers=True, step_activations=None)
+    assert setting.reason.startswith(f"saves {saved}: ")

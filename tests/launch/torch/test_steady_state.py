@@ -28,8 +28,8 @@ STEPS, CHANGED_AT = 130, 115
 OWN = tuple(str(Path(mezzo.__file__).parent / hall) for hall in ("launch", "measure", "engine/guardrails"))
 """Not the engine: its kernels at autocast's key are called once a process has had a policy that needs them."""
 NUM_COUNTED = 32
-SCALED = ("fp16:op_lists=device",)
-"""Policies with a loss scale whose runs become steady on a CPU."""
+SCALED = "fp16:op_lists=device"
+"""A policy with a loss scale whose runs become steady on a CPU."""
 
 
 class Training:
@@ -47,18 +47,19 @@ class Training:
         return F.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
-        if self.scaler is None:
-            self.loss().backward()
-            self.optimizer.step()
-            return
-        self.scaler.scale(self.loss()).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        update(self, self.loss())
 
 
 def plain(training: Training) -> None:
     training.step()
+
+
+def update(training: Training, *losses: torch.Tensor) -> None:
+    """Make an update of losses that the script has computed."""
+    training.optimizer.zero_grad()
+    for loss in losses:
+        (loss if training.scaler is None else training.scaler.scale(loss)).backward()
+    step(training)
 
 
 def accumulates(training: Training) -> None:
@@ -106,18 +107,20 @@ def several_roots(training: Training) -> None:
 
 
 def not_finite(training: Training) -> None:
+    unscaled(training, training.loss() * float("inf"))
+
+
+def unscaled(training: Training, loss: torch.Tensor) -> None:
+    """Make an update past the script's scaler."""
     training.optimizer.zero_grad()
-    (training.loss() * float("inf")).backward()
+    loss.backward()
     training.optimizer.step()
 
 
 def nested(training: Training) -> None:
-    training.optimizer.zero_grad()
-    loss = torch.utils.checkpoint.checkpoint(
-        lambda x: training.model(x).square().mean(), torch.ones(2, 4), use_reentrant=True
-    )
-    (loss if loss.requires_grad else training.loss()).backward()
-    training.optimizer.step()
+    inputs = torch.ones(2, 4)
+    loss = torch.utils.checkpoint.checkpoint(lambda x: training.model(x).square().mean(), inputs, use_reentrant=True)
+    unscaled(training, loss if loss.requires_grad else training.loss())
 
 
 def session(training: Training) -> None:
@@ -129,21 +132,15 @@ def session(training: Training) -> None:
 
 def new_module(training: Training) -> None:
     head = training.__dict__.setdefault("head", nn.Linear(4, 1))
-    training.optimizer.zero_grad()
-    (training.loss() + head(torch.ones(2, 4)).float().square().mean()).backward()
-    training.optimizer.step()
+    unscaled(training, training.loss() + head(torch.ones(2, 4)).float().square().mean())
 
 
 def one_element_loss(training: Training) -> None:
-    training.optimizer.zero_grad()
-    training.loss().reshape(1, 1).backward()
-    training.optimizer.step()
+    unscaled(training, training.loss().reshape(1, 1))
 
 
 def nan_loss(training: Training) -> None:
-    training.optimizer.zero_grad()
-    (training.loss() * float("nan")).backward()
-    training.optimizer.step()
+    unscaled(training, training.loss() * float("nan"))
 
 
 def scheduler(training: Training) -> None:
@@ -191,10 +188,7 @@ def loss_changed_in_place(training: Training) -> None:
 def overflows(training: Training) -> None:
     with torch.no_grad():
         training.model[0].weight[0, 0] += 0  # type: ignore[operator, index]
-    training.optimizer.zero_grad()
-    loss = training.loss() * float("inf")
-    (loss if training.scaler is None else training.scaler.scale(loss)).backward()
-    step(training)
+    update(training, training.loss() * float("inf"))
 
 
 def step(training: Training) -> None:
@@ -217,70 +211,64 @@ def clips(training: Training) -> None:
     step(training)
 
 
+def scaler_of(training: Training) -> torch.amp.GradScaler:
+    assert training.scaler is not None
+    return training.scaler
+
+
 def unscales_twice(training: Training) -> None:
     clips(training)
-    assert training.scaler is not None
-    training.scaler.scale(training.loss()).backward()
-    training.scaler.unscale_(training.optimizer)
+    scaler_of(training).scale(training.loss()).backward()
+    scaler_of(training).unscale_(training.optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
-        training.scaler.unscale_(training.optimizer)
+        scaler_of(training).unscale_(training.optimizer)
     step(training)
 
 
 def steps_twice(training: Training) -> None:
-    assert training.scaler is not None
-    training.optimizer.zero_grad()
-    training.scaler.scale(training.loss()).backward()
-    training.scaler.step(training.optimizer)
+    unstepped(training, scaler_of(training).scale(training.loss()))
+    scaler_of(training).step(training.optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
-        training.scaler.step(training.optimizer)
-    training.scaler.update()
+        scaler_of(training).step(training.optimizer)
+    scaler_of(training).update()
 
 
 def updates_twice(training: Training) -> None:
-    assert training.scaler is not None
     training.step()
     with pytest.raises(AssertionError, match="No inf checks"):
-        training.scaler.update()
+        scaler_of(training).update()
 
 
 def sets_the_scale(training: Training) -> None:
-    assert training.scaler is not None
     training.step()
-    training.scaler.update(32.0)
+    scaler_of(training).update(32.0)
 
 
 def reads_the_scale(training: Training) -> None:
-    assert training.scaler is not None
     training.step()
-    assert training.scaler.get_scale() > 0
+    assert scaler_of(training).get_scale() > 0
 
 
 def steps_without_the_scaler(training: Training) -> None:
-    training.optimizer.zero_grad()
-    training.loss().backward()
-    training.optimizer.step()
+    unscaled(training, training.loss())
 
 
 def scales_two_losses(training: Training) -> None:
-    assert training.scaler is not None
-    training.optimizer.zero_grad()
-    training.scaler.scale(training.loss()).backward()
-    training.scaler.scale(training.loss() / 3).backward()
-    step(training)
+    update(training, training.loss(), training.loss() / 3)
 
 
 def scales_a_list(training: Training) -> None:
-    assert training.scaler is not None
-    training.optimizer.zero_grad()
-    sum(training.scaler.scale([training.loss(), training.loss()])).backward()
+    unstepped(training, sum(scaler_of(training).scale([training.loss(), training.loss()])))
     step(training)
 
 
-def scales_a_part(training: Training) -> None:
-    assert training.scaler is not None
+def unstepped(training: Training, loss: Any) -> None:
     training.optimizer.zero_grad()
-    (training.scaler.scale(training.loss()) + 1.0).backward()
+    loss.backward()
+
+
+def scales_a_part(training: Training) -> None:
+    unstepped(training, scaler_of(training).scale(training.loss()) + 1.0)
     step(training)
 
 
@@ -309,19 +297,26 @@ CHANGES += [failing_step, model_zero_grad, loss_changed_in_place]
 
 OWN_CHANGES = [plain, overflows, clips, unscales_twice, steps_twice, updates_twice, sets_the_scale, reads_the_scale]
 OWN_CHANGES += [steps_without_the_scaler, scales_two_losses, scales_a_list, scales_a_part, second_scaler]
+OWN_CHANGES += [schedule_after_each, fused, scheduler, new_optimizer, second_optimizer, nested, new_module]
 OWN_CHANGES += [
-    schedule_after_each,
-    fused,
-    scheduler,
-    new_optimizer,
-    second_optimizer,
-    nested,
-    new_module,
     failing_step,
+    accumulates,
+    several_roots,
+    not_finite,
+    loss_changed_in_place,
+    failing_backward,
+    session,
+    nan_loss,
 ]
-OWN_CHANGES += [accumulates, several_roots, not_finite, loss_changed_in_place, failing_backward, session, nan_loss]
 """Changes of a script with a GradScaler of its own."""
 QUICK = (plain, overflows, steps_twice, schedule_after_each, fused)
+
+
+CASES = [
+    *((change, None, True) for change in CHANGES),
+    *((change, SCALED, False) for change in CHANGES[::3]),  # gradients unscaled in one call have tests of their own
+    *(pytest.param(change, "bf16:op_lists=device", False, marks=pytest.mark.slow) for change in CHANGES),
+]
 OWN_CASES = [
     pytest.param(change, own, once, id=f"{change.__name__} {name}", marks=() if quick else pytest.mark.slow)
     for name, own, once in (("plain AdamW", {}, True), ("fused AdamW", {"fused": True}, False))
@@ -360,23 +355,13 @@ def recorded(
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    ("policy", "once"),
-    [
-        (None, True),
-        pytest.param(None, False, marks=pytest.mark.slow),
-        pytest.param("bf16:op_lists=device", True, marks=pytest.mark.slow),
-        pytest.param("bf16:op_lists=device", False, marks=pytest.mark.slow),
-        *((policy, False) for policy in SCALED),
-    ],
-)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "policy", "once"), CASES)
 def test_a_steady_run_records_the_same(change: Callable[[Training], None], policy: str | None, once: bool) -> None:
     found, run, steady = recorded(change, policy, once=once)
     with never_steady():
         expected, other, never = recorded(change, policy, once=once)
     for number, norm in enumerate(found["grad_norm"]):
-        if norm != norm and policy in SCALED and not found["skipped"][number]:  # the check of a batched pass needs none
+        if norm != norm and policy == SCALED and not found["skipped"][number]:  # the check of a batched pass needs none
             assert number >= EVERY_NORM
             assert (number + 1) % STEPS_BETWEEN_NORMS
             expected["grad_norm"][number] = norm

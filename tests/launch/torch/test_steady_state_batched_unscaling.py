@@ -130,11 +130,18 @@ class Script:
         assert self.weight.grad is not None
         return self.weight.grad
 
-    def step(self, loss: Tensor | None = None) -> None:
+    def backward(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
-        (self.loss() if loss is None else loss).backward()
-        self.seen.append(self.gradient().clone())
+        loss.backward()
+
+    def ends(self, *seen: Tensor | None) -> None:
+        """Keep what was seen, and update."""
+        self.seen += [one.clone() for one in seen if one is not None]
         self.optimizer.step()
+
+    def step(self, loss: Tensor | None = None) -> None:
+        self.backward(self.loss() if loss is None else loss)
+        self.ends(self.gradient())
 
 
 def plain(script: Script) -> None:
@@ -142,28 +149,23 @@ def plain(script: Script) -> None:
 
 
 def clamps(script: Script) -> None:
-    script.optimizer.zero_grad()
-    (script.loss() * 1e36).backward()  # overflows
+    script.backward(script.loss() * 1e36)  # overflows
     for parameter in script.model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-1, 1)
-    script.optimizer.step()
+        parameter.grad.clamp_(-1, 1)  # type: ignore[union-attr]
+    script.ends()
 
 
 def changes_data(script: Script) -> None:
     """A change that bumps no version: it makes a gradient infinite."""
-    script.optimizer.zero_grad()
-    script.loss().backward()
+    script.backward(script.loss())
     script.gradient().data.div_(0.0)
-    script.optimizer.step()
+    script.ends()
 
 
 def accumulates(script: Script) -> None:
-    script.optimizer.zero_grad()
-    for _ in range(2):
-        script.loss().backward()
-    script.seen.append(script.gradient().clone())
-    script.optimizer.step()
+    script.backward(script.loss())
+    script.loss().backward()
+    script.ends(script.gradient())
 
 
 def drops_a_pass(script: Script) -> None:
@@ -174,8 +176,7 @@ def drops_a_pass(script: Script) -> None:
 def zeroes(script: Script) -> None:
     script.optimizer.zero_grad(set_to_none=False)
     script.loss().backward()
-    script.seen.append(script.gradient().clone())
-    script.optimizer.step()
+    script.ends(script.gradient())
 
 
 def leaf_hook(script: Script) -> None:
@@ -196,11 +197,10 @@ def accumulated_hook(script: Script) -> None:
 
 def reads_in_a_hook(script: Script) -> None:
     """An activation's hook reads the gradient of a parameter behind it."""
-    script.optimizer.zero_grad()
     hidden = script.model[0](torch.randn(8, 4)).relu()
     hidden.register_hook(lambda g: script.seen.append(script.model[2].bias.grad.clone()))
-    script.model[2](hidden).float().square().mean().backward()
-    script.optimizer.step()
+    script.backward(script.model[2](hidden).float().square().mean())
+    script.ends()
 
 
 def node_hook(script: Script) -> None:
@@ -221,29 +221,21 @@ def custom_function(script: Script) -> None:
 
 
 def input_gradient(script: Script) -> None:
-    script.optimizer.zero_grad()
     x = torch.randn(8, 4, requires_grad=True)
-    script.model(x).float().square().mean().backward()
-    assert x.grad is not None
-    script.seen.append(x.grad.clone())
-    script.optimizer.step()
+    script.backward(script.model(x).float().square().mean())
+    script.ends(x.grad)
 
 
 def another_module(script: Script) -> None:
-    script.optimizer.zero_grad()
-    script.more(script.model(torch.randn(8, 4))).float().square().mean().backward()
-    assert script.more.weight.grad is not None
-    script.seen.append(script.more.weight.grad.clone())
-    script.optimizer.step()
+    script.backward(script.more(script.model(torch.randn(8, 4))).float().square().mean())
+    script.ends(script.more.weight.grad)
 
 
 def retained(script: Script) -> None:
-    script.optimizer.zero_grad()
     hidden = script.model[0](torch.randn(8, 4))
     hidden.retain_grad()
-    script.model[2](hidden.relu()).float().square().mean().backward()
-    script.seen.append(hidden.grad.clone())
-    script.optimizer.step()
+    script.backward(script.model[2](hidden.relu()).float().square().mean())
+    script.ends(hidden.grad)
 
 
 def twice(script: Script) -> None:
@@ -251,36 +243,30 @@ def twice(script: Script) -> None:
     loss = script.loss()
     loss.backward(retain_graph=True)
     loss.backward()
-    script.seen.append(script.gradient().clone())
-    script.optimizer.step()
+    script.ends(script.gradient())
 
 
 def given_inputs(script: Script) -> None:
     script.optimizer.zero_grad()
     script.loss().backward(inputs=[script.weight])
-    script.seen.append(script.gradient().clone())
-    script.optimizer.step()
+    script.ends(script.gradient())
 
 
 def shared_memory(script: Script) -> None:
     """Autograd leaves views of one tensor as the gradients of several leaves: here of all three, which overlap."""
     one, other, both = (nn.Parameter(torch.randn(size)) for size in (8, 8, 16))
-    script.optimizer.zero_grad()
     script.optimizer.param_groups[0]["params"] += [one, other, both]
-    (script.loss() + (torch.cat([one, other]) + both.view(16)).square().sum()).backward()
-    script.seen += [p.grad.clone() for p in (one, other, both) if p.grad is not None]
-    script.optimizer.step()
+    script.backward(script.loss() + (torch.cat([one, other]) + both.view(16)).square().sum())
+    script.ends(one.grad, other.grad, both.grad)
     del script.optimizer.param_groups[0]["params"][-3:]
 
 
 def loss_is_a_view(script: Script) -> None:
     """The gradient from which the pass starts becomes, as a view, the gradient of a leaf."""
-    script.optimizer.zero_grad()
     bias = nn.Parameter(torch.ones(1))
     script.optimizer.param_groups[0]["params"].append(bias)
-    (script.loss() + bias.view(())).backward()
-    script.seen.append(bias.grad.clone())  # type: ignore[union-attr]
-    script.optimizer.step()
+    script.backward(script.loss() + bias.view(()))
+    script.ends(bias.grad)
     script.optimizer.param_groups[0]["params"].pop()
 
 
@@ -295,17 +281,15 @@ def not_reentrant(script: Script) -> None:
 
 def frozen(script: Script) -> None:
     script.weight.requires_grad_(False)
-    script.optimizer.zero_grad()
-    script.loss().backward()
-    script.optimizer.step()
+    script.backward(script.loss())
+    script.ends()
     script.weight.requires_grad_(True)
 
 
 def replaced(script: Script) -> None:
-    script.optimizer.zero_grad()
-    script.loss().backward()
+    script.backward(script.loss())
     script.weight.grad = script.gradient().double().float() * 0.5
-    script.optimizer.step()
+    script.ends()
 
 
 def closure(script: Script) -> None:
@@ -325,24 +309,13 @@ def fails(script: Script) -> None:
     loss.backward(inputs=[script.model[0].bias])  # frees what the pass needs
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    script.seen += [p.grad.clone() for p in script.model.parameters() if p.grad is not None]
-    script.optimizer.step()
+    script.ends(*(p.grad for p in script.model.parameters()))
 
 
 BATCHED = (plain, not_reentrant, frozen, replaced, loss_is_a_view, shared_memory)
 """Cases whose every pass is batched, except after a skip and where the scale grows."""
-CASES = [
-    *BATCHED,
-    changes_data,
-    clamps,
-    accumulates,
-    drops_a_pass,
-    zeroes,
-    leaf_hook,
-    accumulated_hook,
-    reads_in_a_hook,
-    node_hook,
-]
+CASES = [*BATCHED, changes_data, clamps, accumulates, drops_a_pass, zeroes, leaf_hook, accumulated_hook]
+CASES += [reads_in_a_hook, node_hook]
 CASES += [module_hook, custom_function, input_gradient, another_module, retained, twice, given_inputs, reentrant]
 CASES += [closure, fails]
 

@@ -42,10 +42,7 @@ def trained(
 @pytest.mark.parametrize("policy", ["fp16:init_scale=256", "fp16-master:init_scale=256", "bf16", "fp32"])
 def test_the_record_of_a_session_as_it_is(policy: str, build: Any) -> None:
     (session, _, _), steps = trained(policy, None, build)
-    assert steps.loss == [
-        4.0,
-        8.0,
-    ]  # means over the micro-batches that a window had, without the loss scale
+    assert steps.loss == [4.0, 8.0]  # means over the micro-batches that a window had, without the loss scale
     assert steps.grad_norm == [4.0, 8.0]
     assert steps.skipped == [False, False]
     assert steps.loss_scale == ([256.0, 256.0] if "fp16" in policy else [])

@@ -17,14 +17,14 @@ from mezzo.records import AS_IS, Note, Steps
 
 POLICIES = (AS_IS, "fp32", "fp16", "bf16")
 UPDATES = 4
-Loop = Callable[[], list[float]]
+Loop = Callable[[], Iterator[float]]
 
 
 def ran(loop: Loop, policy: str = AS_IS) -> tuple[list[float], Steps, list[Note]]:
     """Return what a loop shows, the steps that are recorded, and what the record says about its losses."""
     torch.manual_seed(0)
     with switched(None if policy == AS_IS else Policy.parse(policy)) as (run, counted):
-        shown = loop()
+        shown = list(loop())
     training = TorchTraining(run, counted)
     return shown, training.steps(), [one for one in training.explanation() if one.what == "loss of an update"]
 
@@ -35,13 +35,23 @@ class Net:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.inputs: Callable[[], Tensor] = lambda: torch.randn(16, 8)
 
     @property
     def weights(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
     def loss(self) -> Tensor:
-        return F.cross_entropy(self.model(torch.randn(16, 8)), torch.randint(0, 4, (16,)))
+        return F.cross_entropy(self.model(self.inputs()), torch.randint(0, 4, (16,)))
+
+    def passes(self, number: int, *, divided: Callable[[Tensor], Tensor] = lambda loss: loss) -> float:
+        """Run backward passes from one line; return the mean of the losses."""
+        losses = []
+        for _ in range(number):
+            loss = self.loss()
+            divided(loss).backward()
+            losses.append(loss.item())
+        return mean(losses)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -60,60 +70,35 @@ def mean(values: list[float]) -> float:
 # --- accumulation, and several losses ----------------------------------------------------------------------------------------
 
 
-def plain() -> list[float]:
-    shown = []
+def plain() -> Iterator[float]:
     for net in updates():
-        loss = net.loss()
-        loss.backward()
+        yield net.passes(1)
         net.step()
-        shown.append(loss.item())
-    return shown
 
 
-def divided() -> list[float]:
-    shown = []
+def divided() -> Iterator[float]:
     for net in updates():
-        losses = []
-        for _ in range(3):
-            loss = net.loss()
-            (loss / 3).backward()
-            losses.append(loss.item())
+        yield net.passes(3, divided=lambda loss: loss / 3)
         net.step()
-        shown.append(mean(losses))
-    return shown
 
 
-def undivided() -> list[float]:
-    shown = []
+def undivided() -> Iterator[float]:
     for net in updates():
-        losses = []
-        for _ in range(3):
-            loss = net.loss()
-            loss.backward()
-            losses.append(loss.item())
+        yield net.passes(3)
         net.step()
-        shown.append(mean(losses))
-    return shown
 
 
-def undivided_with_scaler() -> list[float]:
-    shown, scaler = [], torch.amp.GradScaler("cpu", init_scale=8.0)
+def undivided_with_scaler() -> Iterator[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for net in updates():
-        losses = []
-        for _ in range(2):
-            loss = net.loss()
-            scaler.scale(loss).backward()
-            losses.append(loss.item())
+        yield net.passes(2, divided=scaler.scale)
         scaler.step(net.optimizer)
         scaler.update()
         net.optimizer.zero_grad()
-        shown.append(mean(losses))
-    return shown
 
 
-def summed() -> list[float]:
+def summed() -> Iterator[float]:
     """Each loss is a sum over its samples, and so is that of the whole batch."""
-    shown = []
     for net in updates():
         total = 0.0
         for _ in range(2):
@@ -121,24 +106,20 @@ def summed() -> list[float]:
             loss.backward()
             total += loss.item()
         net.step()
-        shown.append(total)
-    return shown
+        yield total
 
 
-def two_tasks() -> list[float]:
-    shown = []
+def two_tasks() -> Iterator[float]:
     for net in updates():
         first = net.loss()
         first.backward()
         second = net.loss()
         second.backward()
         net.step()
-        shown.append(first.item() + second.item())
-    return shown
+        yield first.item() + second.item()
 
 
-def two_tasks_undivided() -> list[float]:
-    shown = []
+def two_tasks_undivided() -> Iterator[float]:
     for net in updates():
         firsts, seconds = [], []
         for _ in range(3):
@@ -149,14 +130,13 @@ def two_tasks_undivided() -> list[float]:
             second.backward()
             seconds.append(second.item())
         net.step()
-        shown.append(mean(firsts) + mean(seconds))
-    return shown
+        yield mean(firsts) + mean(seconds)
 
 
-def heads_in_turn() -> list[float]:
+def heads_in_turn() -> Iterator[float]:
     """One line, but each pass trains a head of its own: several losses."""
     body, heads = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
-    optimizer, shown = torch.optim.SGD([*body.parameters(), *heads.parameters()], lr=0.1), []
+    optimizer = torch.optim.SGD([*body.parameters(), *heads.parameters()], lr=0.1)
     for _ in range(UPDATES):
         total = 0.0
         for head in heads:
@@ -165,40 +145,31 @@ def heads_in_turn() -> list[float]:
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        shown.append(total)
-    return shown
+        yield total
 
 
-def losses_of_one_graph() -> list[float]:
-    shown = []
+def losses_of_one_graph() -> Iterator[float]:
     for net in updates():
         outputs = net.model(torch.randn(16, 8))
         losses = [outputs.square().mean(), outputs.abs().mean()]
         for loss in losses:
             loss.backward(retain_graph=True)
         net.step()
-        shown.append(sum(loss.item() for loss in losses))
-    return shown
+        yield sum(loss.item() for loss in losses)
 
 
-def max_norm() -> list[float]:
+def max_norm() -> Iterator[float]:
     """An embedding renormalizes its weights in each forward pass: that is no other point to measure the loss at."""
-    embedding, head = nn.Embedding(32, 8, max_norm=0.5), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    optimizer, shown = torch.optim.SGD([*embedding.parameters(), *head.parameters()], lr=0.1), []
+    net, embedding = Net(), nn.Embedding(32, 8, max_norm=0.5)
+    net.optimizer = torch.optim.SGD([*embedding.parameters(), *net.weights], lr=0.1)
+    net.inputs = lambda: embedding(torch.randint(0, 32, (16,)))
     for _ in range(UPDATES):
-        losses = []
-        for _ in range(2):
-            loss = head(embedding(torch.randint(0, 32, (16,)))).square().mean()
-            (loss / 2).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        shown.append(mean(losses))
-    return shown
+        yield net.passes(2, divided=lambda loss: loss / 2)
+        net.step()
 
 
-def session() -> list[float]:
-    net, shown = Net(), []
+def session() -> Iterator[float]:
+    net = Net()
     trained = mezzo.Session(net.model, net.optimizer, policy="fp32", accumulate=2)
     for _ in range(UPDATES):
         losses = []
@@ -207,8 +178,7 @@ def session() -> list[float]:
                 loss = net.loss()
             trained.step(loss)
             losses.append(loss.item())
-        shown.append(mean(losses))
-    return shown
+        yield mean(losses)
 
 
 # --- passes at other weights -------------------------------------------------------------------------------------------------
@@ -229,19 +199,13 @@ def restore(weights: list[nn.Parameter], before: list[Tensor]) -> None:
 
 
 def sam(*, clears: bool = True, micro_batches: int = 1, first: int = 0) -> Loop:
-    def loop() -> list[float]:
-        net, shown = Net(), list[float]()
+    def loop() -> Iterator[float]:
+        net = Net()
         for _ in range(first):
-            loss = net.loss()
-            loss.backward()
+            yield net.passes(1)
             net.step()
-            shown.append(loss.item())
         for _ in range(UPDATES):
-            losses = []
-            for _ in range(micro_batches):
-                loss = net.loss()
-                loss.backward()
-                losses.append(loss.item())
+            yield net.passes(micro_batches)
             before = perturb(net.weights)
             if clears:
                 net.optimizer.zero_grad()
@@ -249,20 +213,13 @@ def sam(*, clears: bool = True, micro_batches: int = 1, first: int = 0) -> Loop:
                 net.loss().backward()
             restore(net.weights, before)
             net.step()
-            shown.append(mean(losses))
-        return shown
 
     return loop
 
 
-def sam_through_data() -> list[float]:
-    shown = []
+def sam_through_data() -> Iterator[float]:
     for net in updates():
-        losses = []
-        for _ in range(2):
-            loss = net.loss()
-            (loss / 2).backward()
-            losses.append(loss.item())
+        yield net.passes(2, divided=lambda loss: loss / 2)
         moves = [0.5 * p.grad for p in net.weights if p.grad is not None]
         for p, move in zip(net.weights, moves, strict=True):
             p.data.add_(move)
@@ -271,8 +228,6 @@ def sam_through_data() -> list[float]:
         for p, move in zip(net.weights, moves, strict=True):
             p.data.sub_(move)
         net.step()
-        shown.append(mean(losses))
-    return shown
 
 
 class ClosureSam(torch.optim.Optimizer):
@@ -293,8 +248,8 @@ class ClosureSam(torch.optim.Optimizer):
         self.base.step()
 
 
-def sam_with_closure() -> list[float]:
-    net, shown = Net(), []
+def sam_with_closure() -> Iterator[float]:
+    net = Net()
     optimizer = ClosureSam(net.weights)
 
     def again() -> Tensor:
@@ -307,8 +262,7 @@ def sam_with_closure() -> list[float]:
         loss.backward()
         optimizer.step(again)
         optimizer.zero_grad()
-        shown.append(loss.item())
-    return shown
+        yield loss.item()
 
 
 # --- passes whose gradients are in no update ---------------------------------------------------------------------------------
@@ -317,8 +271,7 @@ def sam_with_closure() -> list[float]:
 def attack(*, set_to_none: bool = True, frozen: bool = False) -> Loop:
     """Train on inputs that were moved along their gradients, as adversarial training does."""
 
-    def loop() -> list[float]:
-        shown = []
+    def loop() -> Iterator[float]:
         for net in updates():
             inputs, labels = torch.randn(16, 8, requires_grad=True), torch.randint(0, 4, (16,))
             net.model.requires_grad_(not frozen)
@@ -331,43 +284,34 @@ def attack(*, set_to_none: bool = True, frozen: bool = False) -> Loop:
             loss.backward()
             net.optimizer.step()
             net.optimizer.zero_grad(set_to_none=set_to_none)
-            shown.append(loss.item())
-        return shown
+            yield loss.item()
 
     return loop
 
 
-def dropped_batch() -> list[float]:
-    shown = []
+def dropped_batch() -> Iterator[float]:
     for net in updates():
         net.loss().backward()  # an outlier, say
         net.optimizer.zero_grad()
-        loss = net.loss()
-        loss.backward()
+        yield net.passes(1)
         net.step()
-        shown.append(loss.item())
-    return shown
 
 
-def two_optimizers() -> list[float]:
+def two_optimizers() -> Iterator[float]:
     """Each clears its gradients after its step, before the other steps."""
-    net, shown = Net(), []
+    net = Net()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net.model[0], net.model[2])]
     for _ in range(UPDATES):
         net.loss().backward()
         net.model.zero_grad()
-        loss = net.loss()
-        loss.backward()
+        yield net.passes(1)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        shown.append(loss.item())
-    return shown
 
 
-def combined_by_hand() -> list[float]:
+def combined_by_hand() -> Iterator[float]:
     """Gradients are taken task by task and set together, as PCGrad does: all losses are in the update."""
-    shown = []
     for net in updates():
         first = net.loss()
         first.backward()
@@ -378,8 +322,7 @@ def combined_by_hand() -> list[float]:
         for p, gradient in zip(net.weights, kept, strict=True):
             p.grad = gradient + p.grad  # type: ignore[operator]
         net.step()
-        shown.append(first.item() + second.item())
-    return shown
+        yield first.item() + second.item()
 
 
 # --- gradient caching --------------------------------------------------------------------------------------------------------
@@ -388,8 +331,8 @@ def combined_by_hand() -> list[float]:
 def cached(continue_pass: Callable[[Tensor, Tensor], None]) -> Loop:
     """Train a contrastive loss over two chunks, each of which a second pass continues from the cached gradient of its embeddings."""
 
-    def loop() -> list[float]:
-        net, shown = Net(), []
+    def loop() -> Iterator[float]:
+        net = Net()
         temperature = nn.Parameter(torch.ones(()))
         optimizer = torch.optim.SGD([*net.weights, temperature], lr=0.1)
         for _ in range(UPDATES):
@@ -404,8 +347,7 @@ def cached(continue_pass: Callable[[Tensor, Tensor], None]) -> Loop:
                 continue_pass(net.model(chunk).float(), leaf.grad)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
-            shown.append(loss.item())
-        return shown
+            yield loss.item()
 
     return loop
 
@@ -426,9 +368,8 @@ def given(embedded: Tensor, gradient: Tensor) -> None:
     embedded.backward(gradient)
 
 
-def weighted_sums() -> list[float]:
+def weighted_sums() -> Iterator[float]:
     """A product with weights as many as inputs with gradients, in the size of these: a loss of its own."""
-    shown = []
     for net in updates():
         inputs = torch.randn(16, 4, requires_grad=True)
         first = (net.model(torch.cat([inputs, inputs], 1)) * torch.rand(16, 4)).sum()
@@ -436,8 +377,7 @@ def weighted_sums() -> list[float]:
         second = (net.model(torch.randn(16, 8)) * torch.rand(16, 4)).sum()
         second.backward()
         net.step()
-        shown.append(first.item() + second.item())
-    return shown
+        yield first.item() + second.item()
 
 
 # --- the record --------------------------------------------------------------------------------------------------------------

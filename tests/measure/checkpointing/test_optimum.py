@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from helpers_values import existing
 from mezzo.engine.checkpointing import Keeps
 from mezzo.measure.checkpointing import optimum
 from mezzo.measure.checkpointing.optimum import (
@@ -49,8 +50,7 @@ def check_all_budgets(traced: ForwardTrace) -> None:
     plans = [(choice, costs_of(traced, choice).peak_bytes, cost(traced, choice)) for choice in every_plan(traced)]
     for budget in sorted({peak for _, peak, _ in plans}):
         within = min(price for _, peak, price in plans if peak <= budget)
-        found = best_plan(traced, budget)
-        assert found is not None
+        found = existing(best_plan(traced, budget))
         assert found.slack == 0
         assert costs_of(traced, found.regions).peak_bytes <= budget
         assert cost(traced, found.regions) == within
@@ -169,11 +169,9 @@ def test_many_unlike_modules_are_within_a_hundredth_of_the_least(monkeypatch: py
     traced = chain([2**k + 17 for k in range(12)])
     budget = costs_of(traced, {}).kept_bytes * 2 // 5 + 2049
     monkeypatch.setattr(optimum, "MOST_LABELS", 10**6)
-    exact = best_plan(traced, budget)
-    assert exact is not None
+    exact = existing(best_plan(traced, budget))
     monkeypatch.setattr(optimum, "MOST_LABELS", 1400)
-    found = best_plan(traced, budget)
-    assert found is not None
+    found = existing(best_plan(traced, budget))
     assert (exact.slack, found.slack) == (0, forward_cost(traced) // 100)
     assert costs_of(traced, found.regions).peak_bytes <= budget
     assert 0 <= cost(traced, found.regions) - cost(traced, exact.regions) <= found.slack

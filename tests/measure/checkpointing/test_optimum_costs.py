@@ -160,8 +160,10 @@ def planned(model: nn.Module, shape: tuple[int, ...], policy: str, how: dict[str
     return mezzo.checkpoint(model, sample, budget=budget, policy=policy)
 
 
-@pytest.mark.parametrize("how", PLANS, ids=lambda how: "-".join(map(str, how.values())))
-@pytest.mark.parametrize("policy", ["fp32", "fp16:arithmetic=native", "bf16:arithmetic=native"])
+CASES = [("fp32", how) for how in PLANS] + [("fp16:arithmetic=native", how) for how in PLANS[3::2]]
+
+
+@pytest.mark.parametrize(("policy", "how"), CASES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_are_those_counted(name: str, policy: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     build, shape = MODELS[name]
@@ -177,7 +179,7 @@ def test_bytes_are_those_counted(name: str, policy: str, how: dict[str, Any], mo
         assert plan.peak_bytes == peak
 
 
-@pytest.mark.parametrize("how", PLANS, ids=lambda how: "-".join(map(str, how.values())))
+@pytest.mark.parametrize("how", PLANS[1::2], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_flops_are_those_that_torch_counts(name: str, how: dict[str, Any]) -> None:
     build, shape = MODELS[name]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers_predict import trained_tape
 from mezzo.measure.predict import calibrate as module
 from mezzo.measure.predict.calibrate import (
     Probe,
@@ -16,9 +18,12 @@ from mezzo.measure.predict.calibrate import (
     calibrate,
     device_name,
     least_seconds,
+    loss_of,
     path_of,
+    probes,
     saved_calibration,
 )
+from mezzo.measure.predict.rates import kind_of
 from mezzo.measure.predict.training import record_training
 
 
@@ -68,14 +73,7 @@ def test_the_stopwatch_sees_the_operations_of_the_tape() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
 
-    tape = record_training(
-        build,
-        lambda n: {"x": torch.empty(n, 3, 8, 8)},
-        lambda model, inputs: (model(inputs["x"]).sum(), None),
-        batch=2,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        gpu=False,
-    )
+    tape = trained_tape(build, 3, 8, 8, batch=2, gpu=False, loss=lambda model, x: (model(x["x"]).sum(), None))
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -98,3 +96,42 @@ def test_the_stopwatch_sees_the_operations_of_the_tape() -> None:
 def test_the_seconds_of_a_step_are_those_of_the_fastest_repeat() -> None:
     a = torch.randn(128, 128)
     assert 0 < least_seconds(lambda: a @ a, "cpu", most_s=0.01) < 1
+
+
+# --- The trainings that a calibration times: each runs, and together they have the kinds of operations that models are made of ---
+
+
+def _kinds() -> set[str]:
+    found: set[str] = set()
+    for probe in probes():
+        with FakeTensorMode():
+            sizes = [(t.shape, t.dtype) for t in probe.inputs()]
+        tape = record_training(
+            probe.build,
+            lambda n, sizes=sizes: {str(i): torch.empty(s, dtype=d) for i, (s, d) in enumerate(sizes)},
+            lambda model, inputs: (loss_of(model, (inputs["0"], inputs["1"])), None),
+            batch=1,
+            optimizer=probe.optimizer,
+            steps=1,
+            gpu=False,
+        )
+        found.update(kind_of(op) for op in tape.operations)
+    return found
+
+
+@pytest.mark.slow
+def test_the_kinds_that_models_are_made_of_are_timed() -> None:
+    assert {
+        "convolution fp32 window",
+        "convolution_weight_gradient fp32 depthwise strided",
+        "convolution fp32 pointwise thin rows",
+        "native_batch_norm_backward fp32",
+        "native_layer_norm fp32",
+        "addmm fp32",
+        "mm fp32 large thin depth",
+        "gelu fp32",
+        "silu_backward fp32",
+        "max_pool2d_with_indices fp32",
+        "embedding fp32",
+        "addcdiv_ fp32",
+    } <= _kinds()

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from helpers_predict import recorded, tape_of
 from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.script.batches import longest_sequences
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import TrainingTape
 
 STEPS, BATCH, WIDTH, HIDDEN, LAYERS = 7, 4, 5, 6, 2
@@ -78,31 +77,32 @@ def test_results_and_gradients_have_the_shapes_of_the_layer(
         assert run(fake, mode.from_tensor(x)) == expected
 
 
-def _taped(tmp_path: Path, kind: str, policy: str, directions: int) -> ScriptTape:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.replace("{kind}", kind).replace("{directions}", str(directions)))
-    return record_script(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
-
-
 def _products(tape: TrainingTape, *formats: str) -> Counter[tuple[int, int]]:
     """Count products by their number of results and their depth."""
     found = [op.shape for op in tape.operations if op.module == "rnn" and op.shape.depth and op.format in formats]
     return Counter((shape.products * shape.rows * shape.columns, shape.depth) for shape in found)
 
 
-@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "gates", "policy", "directions"),
+    [
+        ("LSTM", 4, "fp32", 1),
+        ("LSTM", 4, "fp16", 2),
+        ("GRU", 3, "bf16", 1),
+        ("GRU", 3, "fp32", 2),
+        ("RNN", 1, "fp16", 2),
+    ],
+)
 def test_a_layer_is_cudnns_products_in_every_format(
     tmp_path: Path, kind: str, gates: int, policy: str, directions: int
 ) -> None:
-    made = _taped(tmp_path, kind, policy, directions)
-    assert made.tape is not None
+    text = SCRIPT.replace("{kind}", kind).replace("{directions}", str(directions))
+    made = recorded(tmp_path, text, policy=policy, steps=2)
     width, positions = gates * HIDDEN, BATCH * STEPS
     expected = Counter({(positions * width, WIDTH): 1})  # the inputs of all positions
     expected[(BATCH * width, HIDDEN)] += STEPS  # the state of each
     expected[(BATCH * HIDDEN, width)] += STEPS  # its gradient
     expected[(width * WIDTH, positions)] += 1  # the gradients of the weights
     expected[(width * HIDDEN, positions)] += 1
-    assert _products(made.tape, policy) == Counter({shape: directions * count for shape, count in expected.items()})
+    assert _products(tape_of(made), policy) == Counter({shape: directions * count for shape, count in expected.items()})
     assert made.sized_at == ["train.py:13"]

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers_predict import recorded, trained_tape
 from mezzo.measure.predict.placeholder_numbers import numbers_read, placeholder_numbers
 from mezzo.measure.predict.script import recorder as script_recorder
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.training import record_training
 
 DATA = "data = torch.arange(24.0).reshape(4, 3, 2)"
 INDEXED: dict[str, tuple[int, ...]] = {
@@ -35,8 +33,7 @@ INDEXED: dict[str, tuple[int, ...]] = {
 
 @pytest.mark.parametrize("written", INDEXED)
 def test_an_index_that_is_a_tensor_selects_what_any_would(written: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"""
+    text = f"""
 import torch
 from torch import nn
 {DATA}
@@ -48,9 +45,8 @@ for _ in range(4):
     data[i] = 1.0
     model(data).mean().backward()
     optimizer.step()
-""")
-    made = record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
-    assert made.tape is not None
+"""
+    made = recorded(tmp_path, text)
     assert set(made.read_at) <= {"train.py:9", "train.py:10"}
     assert "train.py:10" in made.read_at
 
@@ -81,13 +77,7 @@ class Dropping(nn.Module):
 
 
 def test_a_model_by_name_may_ask_for_a_number_too() -> None:
-    tape = record_training(
-        Dropping,
-        lambda n: {"x": torch.empty(n, 4)},
-        lambda model, inputs: (model(inputs["x"]).sum(), None),
-        batch=2,
-        optimizer=torch.optim.AdamW,
-    )
+    tape = trained_tape(Dropping, 4)
     assert [op.name for op in tape.operations if op.flops] == ["addmm", "mm"]
     (line,) = tape.read_at
     assert line.startswith("test_placeholder_numbers.py:")
@@ -108,8 +98,7 @@ def test_gradients_are_finite_and_a_script_that_never_updates_is_ended(
     asked: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_recorder, "_MOST_BACKWARD", 8)
-    path = tmp_path / "train.py"
-    path.write_text(f"""
+    text = f"""
 import torch
 p = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(p.parameters(), lr=0.1)
@@ -118,10 +107,9 @@ while True:
     if {asked.replace("p.grad", "p.weight.grad")}:
         optimizer.step()
     optimizer.zero_grad()
-""")
-    request = TapeRequest(script=str(path), arguments=(), policy="fp32")
+"""
     if error:
         with pytest.raises(RuntimeError, match=error):
-            record_script(request)
+            recorded(tmp_path, text)
     else:
-        assert record_script(request).num_steps == 2
+        assert recorded(tmp_path, text).num_steps == 2

@@ -7,42 +7,23 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from helpers_predict import trained_tape
+from helpers_values import existing
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict import plan
-from mezzo.measure.predict.plan import (
-    Tapes,
-    check_policies,
-    impossible,
-    memory_on,
-    predict,
-    recorded_as,
-    verdict,
-)
+from mezzo.measure.predict.plan import Tapes, check_policies, impossible, memory_on, predict, recorded_as, verdict
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, PredictedMemory, predict_memory
-from mezzo.measure.predict.training import record_training
-from mezzo.policy import Policy
 
 MIB = 1 << 20
 
 
-def _loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
-    return model(inputs["x"]).float().sum(), None
-
-
 def _tape(policy: str, batch: int) -> TrainingTape:
-    return record_training(
-        lambda: nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256)),
-        lambda n: {"x": torch.empty(n, 256)},
-        _loss,
-        batch=batch,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        policy=Policy.parse(policy),
-    )
+    build = lambda: nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))  # noqa: E731
+    return trained_tape(build, 256, batch=batch, policy=policy)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +52,8 @@ def test_fp32_is_its_own_baseline(tapes: dict[str, Tapes]) -> None:
 @pytest.mark.parametrize(("gpu", "copied"), [("a100-80gb", True), ("t4", False)])
 def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
     def convolved(batch: int) -> TrainingTape:
-        return record_training(
-            lambda: nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 64, 3)),
-            lambda n: {"x": torch.empty(n, 16, 64, 64)},
-            _loss,
-            batch=batch,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-        )
+        build = lambda: nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 64, 3))  # noqa: E731
+        return trained_tape(build, 16, 64, 64, batch=batch)
 
     both = {"fp32": Tapes.record(convolved, 64)}
     card = dataclasses.replace(gpu_named(gpu), memory_bytes=DRIVER_BYTES + 1024 * MIB)
@@ -91,8 +67,7 @@ def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes]) -> None:
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + 400 * MIB)
-    found = predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch
-    assert found is not None
+    found = existing(predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch)
     for batch, fits in ((found, True), (found + found // 20, False)):
         assert memory_on(tapes["fp32"].at(batch), gpu, "fp32", headroom=0.13).fits == fits
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.rates import (
-    CostLine,
-    MachineRates,
-    TimedOperation,
-    is_depthwise,
-    kind_of,
-    line_through,
-)
+from mezzo.measure.predict.rates import CostLine, MachineRates, TimedOperation, is_depthwise, kind_of, line_through
 from mezzo.measure.predict.tape import CostedOperation, ProductSize
 
 NO_SHAPE = ProductSize()
@@ -67,10 +60,7 @@ DEPTHWISE = ProductSize(64, 1000, 1, 9, 9)
         (_operation("mm", flops=1, shape=ProductSize(1, 64, 64, 64)), "mm fp32"),
         (_operation("mm", flops=1, shape=ProductSize(1, 4, 64, 64)), "mm fp32 thin rows"),
         (_operation("convolution", flops=1, shape=ProductSize(1, 64, 64, 64, 1)), "convolution fp32 pointwise"),
-        (
-            _operation("convolution", flops=1, shape=ProductSize(1, 64, 64, 27, 9)),
-            "convolution fp32 window thin depth",
-        ),
+        (_operation("convolution", flops=1, shape=ProductSize(1, 64, 64, 27, 9)), "convolution fp32 window thin depth"),
         (_operation("convolution", flops=1, read=9, written=8, shape=DEPTHWISE), "convolution fp32 depthwise"),
         (_operation("convolution", flops=1, read=32, written=8, shape=DEPTHWISE), "convolution fp32 depthwise strided"),
         (

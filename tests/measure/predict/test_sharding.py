@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from helpers_predict import trained_tape
 from mezzo.errors import UsageError
 from mezzo.gpus import GPUS, gpu_named
 from mezzo.measure.predict.sharding import LINK_SHARE, GpuGroup, check_job, link_of
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
-from mezzo.measure.predict.training import record_training
 
 LAYER = 4 * 256 * 256
 HEAD = 4 * 256 * 8
@@ -34,14 +34,7 @@ class _Layers(nn.Module):
 
 
 def _tape(optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW) -> TrainingTape:
-    return record_training(
-        _Layers,
-        lambda n: {"x": torch.empty(n, 256)},
-        lambda model, inputs: (model(inputs["x"]).sum(), None),
-        batch=2,
-        optimizer=optimizer,
-        zero_grad="after_step",
-    )
+    return trained_tape(_Layers, 256, batch=2, optimizer=optimizer, zero_grad="after_step")
 
 
 def test_units_are_the_layers_and_the_rest() -> None:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.tape_memory import (
-    MIB,
-    CachingAllocator,
-    SimulatedOutOfMemory,
-    rounded_bytes,
-    segment_bytes,
-)
+from mezzo.measure.predict.tape_memory import MIB, CachingAllocator, SimulatedOutOfMemory, rounded_bytes, segment_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_predict import trained_tape
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.plan import matrix_formats
 from mezzo.measure.predict.tape import MemoryBlock, TrainingTape
 from mezzo.measure.predict.tape_memory import MIB, predict_memory
-from mezzo.measure.predict.training import record_training
-from mezzo.policy import Policy
 
 # Two images of 8x8: 2 x 2 x 2 tiles of 4x4, each with 36 values a channel; 36 values a pair of channels.
 VALUES = 36 * (8 * (4 + 6) + 4 * 6)
 
 
-def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    return model(inputs["x"]).float().sum(), None
-
-
 def _tape(
     layer: nn.Module, policy: str, size: int = 8, layout: torch.memory_format = torch.contiguous_format
 ) -> TrainingTape:
-    return record_training(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), layer),
-        lambda n: {"x": torch.empty(n, 3, size, size).to(memory_format=layout)},
-        _loss,
-        batch=2,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        policy=Policy.parse(policy),
-    )
+    def inputs(n: int) -> dict[str, Tensor]:
+        return {"x": torch.empty(n, 3, size, size).to(memory_format=layout)}
+
+    return trained_tape(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), layer), inputs=inputs, batch=2, policy=policy)
 
 
 def _tried_bytes(tape: TrainingTape) -> list[int]:

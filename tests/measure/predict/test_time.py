@@ -13,29 +13,11 @@ from mezzo.measure.predict.tape import CostedOperation, ProductSize, TrainingTap
 from mezzo.measure.predict.time import Card, Columns, Constants, family, fitted, longer_of, operation_bounds
 
 V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
-IDEAL = Constants(
-    half=1,
-    tf32=1,
-    fp32=1,
-    depthwise=0.5,
-    grouped=1,
-    winograd=1,
-    bandwidth=1,
-    issue_bytes=1e9,
-    block_elements=1e9,
-    feed_bytes=1e9,
-    layout_copies=0,
-    norm_passes=0,
-    l2_share=0,
-    overlap=60,  # the longer of the two
-    depth_latency=0,
-    latency_s=0,
-    launch_s=0,
-    full_clock_w=1e-9,
-    waiting=1,
-)
-
-
+ALL_OF_IT = dict.fromkeys(("half", "tf32", "fp32", "grouped", "winograd", "bandwidth", "waiting"), 1.0)
+NONE_OF_IT = dict.fromkeys(("layout_copies", "norm_passes", "l2_share", "depth_latency", "latency_s", "launch_s"), 0.0)
+NO_LIMIT = dict.fromkeys(("issue_bytes", "block_elements", "feed_bytes"), 1e9)
+# An overlap of 60: the longer of the two.
+IDEAL = Constants(**ALL_OF_IT, **NONE_OF_IT, **NO_LIMIT, depthwise=0.5, full_clock_w=1e-9, overlap=60)
 NO_SHAPE = ProductSize()
 
 
@@ -43,6 +25,10 @@ def _operation(
     form: str, *, flops: int = 0, moved: int = 0, shape: ProductSize = NO_SHAPE, name: str = "mm"
 ) -> CostedOperation:
     return CostedOperation(name, "forward", "", form, flops, moved, 0, shape)
+
+
+def seconds_of(operation: CostedOperation, card: Card, **constants: float) -> float:
+    return float(operation_bounds(Columns.of([operation]), card, dataclasses.replace(IDEAL, **constants)).total[0])
 
 
 def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
@@ -82,8 +68,7 @@ FLOPS = 2 * 80 * 128 * 64 * 4096
 )
 def test_seconds_of_one_operation(operation: CostedOperation, gpu: object, tf32: bool, seconds: float) -> None:
     card = Card.of(gpu, tf32=tf32, channels_last=True)  # type: ignore[arg-type]
-    found = operation_bounds(Columns.of([operation]), card, IDEAL).total[0]
-    assert found == pytest.approx(seconds, rel=1e-6)
+    assert seconds_of(operation, card) == pytest.approx(seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +76,9 @@ def test_seconds_of_one_operation(operation: CostedOperation, gpu: object, tf32:
     [(9, True, FLOPS / 2 / 15.7e12), (9, False, FLOPS / 15.7e12), (1, True, FLOPS / 15.7e12)],
 )
 def test_winograd_multiplies_less_where_cudnn_may_try_it(window: int, tries: bool, seconds: float) -> None:
-    one = Columns.of([_operation("fp32", flops=FLOPS, shape=FULL._replace(window=window), name="convolution")])
+    one = _operation("fp32", flops=FLOPS, shape=FULL._replace(window=window), name="convolution")
     card = Card.of(V100, tf32=False, channels_last=True, tries_algorithms=tries)
-    found = operation_bounds(one, card, dataclasses.replace(IDEAL, winograd=2)).total[0]
-    assert found == pytest.approx(seconds, rel=1e-6)
+    assert seconds_of(one, card, winograd=2) == pytest.approx(seconds, rel=1e-6)
 
 
 def test_clock_and_matrix_units_of_a_card() -> None:
@@ -104,37 +88,27 @@ def test_clock_and_matrix_units_of_a_card() -> None:
 
 def test_a_board_without_the_power_keeps_a_lower_clock() -> None:
     # The L4 has 72 W for 58 multiprocessors at 2.04 GHz: 0.608 W each a GHz. A quarter of the wanted power halves the clock.
-    one = Columns.of([_operation("fp32", flops=FLOPS, shape=ProductSize(1, 58 * 128, 64, 256))])
+    one = _operation("fp32", flops=FLOPS, shape=ProductSize(1, 58 * 128, 64, 256))
     card = Card.of(gpu_named("l4"), tf32=False, channels_last=True)
     assert card.power_w == pytest.approx(72 / (58 * 2.041), rel=1e-3)
-    fast, slow = (
-        operation_bounds(one, card, dataclasses.replace(IDEAL, full_clock_w=watts)).total[0]
-        for watts in (card.power_w, 4 * card.power_w)
-    )
+    fast, slow = (seconds_of(one, card, full_clock_w=watts) for watts in (card.power_w, 4 * card.power_w))
     assert fast == pytest.approx(FLOPS / 30.3e12)
     assert slow == pytest.approx(2 * fast)
 
 
 def test_channels_first_convolutions_in_16_bits_are_copied() -> None:
-    one = Columns.of([_operation("fp16", moved=9 * 10**8, shape=ProductSize(1, 1, 1, 1, 9), name="convolution")])
-    constants = dataclasses.replace(IDEAL, layout_copies=0.5)
-    last, first = (
-        operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]
-        for layout in (True, False)
-    )
+    one = _operation("fp16", moved=9 * 10**8, shape=ProductSize(1, 1, 1, 1, 9), name="convolution")
+    cards = [Card.of(V100, tf32=False, channels_last=layout) for layout in (True, False)]
+    last, first = (seconds_of(one, card, layout_copies=0.5) for card in cards)
     assert (last, first) == (pytest.approx(1e-3), pytest.approx(2e-3))
 
 
 def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None:
-    constants = dataclasses.replace(IDEAL, norm_passes=1.0)
-    card = Card.of(V100, tf32=False, channels_last=True)
+    card, moved = Card.of(V100, tf32=False, channels_last=True), 9 * 10**8
 
     def seconds(channels: int) -> float:
-        moved = 9 * 10**8
-        one = _operation(
-            "fp32", moved=moved, shape=ProductSize(1, channels, moved // 4 // channels, 0), name="native_batch_norm"
-        )
-        return float(operation_bounds(Columns.of([one]), card, constants).total[0])
+        shape = ProductSize(1, channels, moved // 4 // channels, 0)
+        return seconds_of(_operation("fp32", moved=moved, shape=shape, name="native_batch_norm"), card, norm_passes=1.0)
 
     assert seconds(10) == pytest.approx(2e-3, rel=0.01)
     assert seconds(100_000) == pytest.approx(1e-3)
@@ -143,13 +117,10 @@ def test_normalisation_reads_twice_unless_the_cache_holds_its_channels() -> None
 @pytest.mark.parametrize(("form", "element_bytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2)])
 def test_channels_first_normalisation_is_as_slow_in_16_bits(form: str, element_bytes: int) -> None:
     # 10 channels have 10 blocks of threads, each of one element a cycle at 1.53 GHz: 16 bits move half the bytes in the same time.
-    constants = dataclasses.replace(IDEAL, block_elements=1.0)
     shape = ProductSize(1, 10, 10**8, 0)
-    one = Columns.of([_operation(form, moved=10**9 * element_bytes, shape=shape, name="native_batch_norm")])
-    first, last = (
-        operation_bounds(one, Card.of(V100, tf32=False, channels_last=layout), constants).total[0]
-        for layout in (False, True)
-    )
+    one = _operation(form, moved=10**9 * element_bytes, shape=shape, name="native_batch_norm")
+    cards = [Card.of(V100, tf32=False, channels_last=layout) for layout in (False, True)]
+    first, last = (seconds_of(one, card, block_elements=1.0) for card in cards)
     assert first == pytest.approx(10**9 / (10 * 1.53e9), rel=0.01)
     assert last == pytest.approx(10**9 * element_bytes / 900e9, rel=1e-6)
 
@@ -169,16 +140,16 @@ def test_shipped_constants_are_physical() -> None:
     assert found.num_rows > 300
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [
-        ("Ampere GA102", "GA10x"),
-        ("Ampere GA104", "GA10x"),
-        ("Ampere GA100", "GA100"),
-        ("Ada AD102", "Ada"),
-        ("Hopper", "Hopper"),
-    ],
-)
+FAMILIES = {
+    "Ampere GA102": "GA10x",
+    "Ampere GA104": "GA10x",
+    "Ampere GA100": "GA100",
+    "Ada AD102": "Ada",
+    "Hopper": "Hopper",
+}
+
+
+@pytest.mark.parametrize(("architecture", "name"), FAMILIES.items())
 def test_families(architecture: str, name: str) -> None:
     assert family(architecture) == name
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_predict import kept_bytes, trained_tape
 from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
 from mezzo.measure.predict import named
 from mezzo.measure.predict.named import NamedModel
-from mezzo.measure.predict.tape import ProductSize, TrainingTape
+from mezzo.measure.predict.tape import ProductSize
 from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from mezzo.policy import Policy
@@ -28,20 +29,6 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     outputs = model(inputs["x"])
     return outputs.float().sum(), None
-
-
-def _tape(
-    build: Callable[[], nn.Module], *shape: int, batch: int = 4, policy: str = "fp32", **options: Any
-) -> TrainingTape:
-    return record_training(
-        build,
-        lambda n: {"x": torch.empty(n, *shape)},
-        _loss,
-        batch=batch,
-        optimizer=options.pop("optimizer", SGD),
-        policy=Policy.parse(policy),
-        **options,
-    )
 
 
 def _mlp() -> nn.Module:
@@ -60,7 +47,7 @@ MLP_FLOPS = 2 * 4 * 8 * 16 * 2 + 2 * 4 * 16 * 2 * 3
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
 def test_products_of_a_perceptron(policy: str) -> None:
-    products = [op for op in _tape(_mlp, 8, policy=policy).operations if op.flops]
+    products = [op for op in trained_tape(_mlp, 8, policy=policy).operations if op.flops]
     assert sum(op.flops for op in products) == MLP_FLOPS
     assert {op.format for op in products} == {policy}
     size = 4 if policy == "fp32" else 2
@@ -70,11 +57,11 @@ def test_products_of_a_perceptron(policy: str) -> None:
 
 
 def test_convolutions_of_a_small_network() -> None:
-    products = {op.name: op for op in reversed(_tape(_cnn, 3, 6, 6).operations) if op.flops}
+    products = {op.name: op for op in reversed(trained_tape(_cnn, 3, 6, 6).operations) if op.flops}
     forward = 2 * 4 * 36 * 8 * 27
     assert products["convolution"].flops == forward
     assert products["convolution"].shape == ProductSize(1, 4 * 36, 8, 27, 9)
-    names = Counter(op.name for op in _tape(_cnn, 3, 6, 6).operations if op.flops)
+    names = Counter(op.name for op in trained_tape(_cnn, 3, 6, 6).operations if op.flops)
     assert names == {"convolution": 2, "convolution_weight_gradient": 2, "convolution_input_gradient": 1}
     # the depthwise one: 8 groups of one channel
     assert products["convolution_input_gradient"].shape == ProductSize(8, 4 * 36, 1, 1, 1)
@@ -82,14 +69,14 @@ def test_convolutions_of_a_small_network() -> None:
 
 
 def test_modules_are_named_in_both_passes() -> None:
-    found = {(op.phase, op.module) for op in _tape(_cnn, 3, 6, 6).operations if op.flops}
+    found = {(op.phase, op.module) for op in trained_tape(_cnn, 3, 6, 6).operations if op.flops}
     assert found == {(phase, module) for phase in ("forward", "backward") for module in ("0", "3")}
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 @pytest.mark.parametrize(("build", "shape"), [(_mlp, (8,)), (_cnn, (3, 6, 6))])
 def test_another_batch_follows_exactly(build: Callable[[], nn.Module], shape: tuple[int, ...], policy: str) -> None:
-    one, other, direct = (_tape(build, *shape, batch=n, policy=policy) for n in (4, 6, 32))
+    one, other, direct = (trained_tape(build, *shape, batch=n, policy=policy) for n in (4, 6, 32))
     assert one.at_batch(other, 32) == direct
 
 
@@ -98,7 +85,7 @@ def test_another_batch_follows_exactly(build: Callable[[], nn.Module], shape: tu
     [(SGD, 0), (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1), (torch.optim.AdamW, 2), (torch.optim.Adagrad, 1)],
 )
 def test_bytes_by_kind(optimizer: Callable[[Any], torch.optim.Optimizer], state_bytes: int) -> None:
-    tape = _tape(_mlp, 8, optimizer=optimizer)
+    tape = trained_tape(_mlp, 8, optimizer=optimizer)
     parameters = 4 * (8 * 16 + 16 + 16 * 2 + 2)
     found = bytes_by_kind(tape, until=tape.backward_starts[-1])
     assert found["parameters"] == parameters
@@ -108,7 +95,7 @@ def test_bytes_by_kind(optimizer: Callable[[Any], torch.optim.Optimizer], state_
 
 @pytest.mark.parametrize(("policy", "optimizer_bytes"), [("fp16-master", 4 + 2 * 4), ("fp16-pure", 2 * 2)])
 def test_masters_are_bytes_of_the_optimizer(policy: str, optimizer_bytes: int) -> None:
-    tape = _tape(_mlp, 8, policy=policy, optimizer=torch.optim.AdamW)
+    tape = trained_tape(_mlp, 8, policy=policy, optimizer=torch.optim.AdamW)
     numbers = 8 * 16 + 16 + 16 * 2 + 2
     found = bytes_by_kind(tape, until=tape.backward_starts[-1])
     assert (found["parameters"], found["optimizer"]) == (2 * numbers, optimizer_bytes * numbers)
@@ -120,7 +107,7 @@ def test_tied_weights_are_one_block() -> None:
         model[1].weight = model[0].weight
         return model
 
-    blocks = [block.size_bytes for block in _tape(tied, 8).blocks if block.kind == "parameters"]
+    blocks = [block.size_bytes for block in trained_tape(tied, 8).blocks if block.kind == "parameters"]
     assert blocks == [4 * 64]
 
 
@@ -128,7 +115,7 @@ def test_tied_weights_are_one_block() -> None:
     ("place", "alive"), [("before_forward", False), ("before_backward", True), ("after_step", False)]
 )
 def test_gradients_live_through_the_forward_pass_if_zeroed_after_it(place: ZeroGrad, alive: bool) -> None:
-    tape = _tape(_mlp, 8, zero_grad=place)
+    tape = trained_tape(_mlp, 8, zero_grad=place)
     in_forward = tape.backward_starts[-1] - 1 - (4 if alive else 0)  # zeroing before the backward pass frees four
     assert ("gradients" in bytes_by_kind(tape, until=in_forward)) == alive
 
@@ -140,9 +127,7 @@ def test_a_model_in_bf16_with_adamw_needs_ten_bytes_a_parameter() -> None:
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
         return model(inputs["x"].bfloat16()).sum(), None
 
-    tape = record_training(
-        build, lambda n: {"x": torch.empty(n, 512)}, loss, batch=1, optimizer=torch.optim.AdamW, zero_grad="after_step"
-    )
+    tape = trained_tape(build, 512, loss=loss, batch=1, optimizer=torch.optim.AdamW, zero_grad="after_step")
     num_parameters = 8 * 512 * 512
     peak = predict_memory(tape, workspace_bytes=0).allocated_bytes
     assert peak == pytest.approx(10 * num_parameters, rel=2e-3)  # weights, gradients, two moments, one temporary
@@ -217,8 +202,8 @@ def _counted(build: Callable[[], nn.Module], shape: tuple[int, ...], policy: str
 @pytest.mark.parametrize("model", MODELS)
 def test_saved_activations_are_those_of_a_real_run(model: str, policy: str) -> None:
     build, shape = MODELS[model]
-    tape = _tape(build, *shape, batch=16, policy=policy)
-    found = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
+    tape = trained_tape(build, *shape, batch=16, policy=policy)
+    found = kept_bytes(tape)
     kept = found["activations"] + found["inputs"]
     assert kept == pytest.approx(_counted(build, shape, policy), rel=0.01)
 
@@ -265,7 +250,7 @@ def test_saved_activations_of_whole_models_are_those_of_a_real_run(model: str, p
         policy=Policy.parse(policy),
         gpu=False,
     )
-    kinds = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
+    kinds = kept_bytes(tape)
     real, saved = build().train(), SavedTensors()
     inputs = {name: torch.zeros_like(tensor) for name, tensor in found.batch_of(batch).items()}
     saved.start([*real.parameters(), *real.buffers()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,6 @@ from mezzo.observe.settings import MOST_LISTED
 from mezzo.records import Product
 from paths import ROOT
 
-pytestmark = pytest.mark.usefixtures("backward_way")
-
 PAGES = ROOT / "docs" / "findings"
 
 # code: policies of the planted and the healthy run, modules that are blamed, a word of the sentence
@@ -32,12 +31,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A105": ("as-is", "as-is", ["middle"], "became FP32 by meeting FP32 operands"),
     "A106": ("as-is", "as-is", ["middle"], "autocast has no rule for mm"),
     "A107": ("as-is", "as-is", ["first", "middle", "last"], "its operands are FP64"),
-    "A108": (
-        "as-is",
-        "as-is",
-        ["first", "middle", "last"],
-        "the script's autocast around it is off: enabled=False, or for another device",
-    ),
+    "A108": ("as-is", "as-is", ["first", "middle", "last"], "autocast around it is off: enabled=False, or for another"),
     "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
     "A203": ("as-is", "as-is", ["0", "2"], "its input is channels-first"),
@@ -53,6 +47,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
 ON_CUDA_ONLY = ["A204", "A501"]
 
 
+@pytest.mark.usefixtures("backward_way")
 @pytest.mark.parametrize("code", CASES)
 def test_a_planted_script_has_the_finding(code: str) -> None:
     policy, _, modules, sentence = CASES[code]
@@ -72,6 +67,7 @@ def test_casts_of_torchs_autocast_are_the_scripts_after_a_policy_ran_in_the_proc
     test_a_planted_script_has_the_finding(code)
 
 
+@pytest.mark.usefixtures("backward_way")
 @pytest.mark.parametrize("code", CASES)
 def test_the_healthy_script_does_not_have_it(code: str) -> None:
     record = audited("audit_cases", code, "healthy", policy=CASES[code][1])
@@ -220,6 +216,11 @@ def product(**fields: object) -> Product:
     return Product.model_validate({**shape, "eligible": True, **fields})
 
 
+def steps_of(seen: list[Any] | None = None, **fields: Any) -> AuditedSteps:
+    known = {"operations": one_product(1024) if seen is None else seen, "wide": [], "trips": [], "products": []}
+    return AuditedSteps(**known | fields)
+
+
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
@@ -231,8 +232,7 @@ def product(**fields: object) -> Product:
     ],
 )
 def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, object], found: list[str]) -> None:
-    watched = AuditedSteps(operations=one_product(1024), wide=[], trips=[], products=[product(**fields)])
-    assert [f.code for f in findings(watched) if f.code == "A501"] == found
+    assert [f.code for f in findings(steps_of(products=[product(**fields)])) if f.code == "A501"] == found
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,7 @@ def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, obj
 def test_tf32_that_is_off_where_the_gpu_has_it(
     device_type: str, capability: tuple[int, int] | None, form: str, found: bool
 ) -> None:
-    seen = one_product(1024, form=form)
-    watched = AuditedSteps(
-        operations=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability
-    )
+    watched = steps_of(one_product(1024, form=form), device_type=device_type, capability=capability)
     assert ("A204" in [f.code for f in findings(watched)]) is found
 
 
@@ -261,9 +258,7 @@ def test_a_finding_of_many_modules_says_how_many(count: int, more: str) -> None:
     fields = {"on_tensor_cores": False, "kernels": ["ampere_sgemm_128x64_tn"]}
     seen = [one for _ in range(count) for one in one_product(1024)]
     many = [product(module=f"m{n}", **fields) for n in range(count)]
-    (found,) = (
-        f for f in findings(AuditedSteps(operations=seen, wide=[], trips=[], products=many)) if f.code == "A501"
-    )
+    (found,) = (f for f in findings(steps_of(seen, products=many)) if f.code == "A501")
     assert found.modules == [f"m{n}" for n in range(MOST_LISTED)]
     assert found.detail.partition(";")[1:] == more.partition(";")[1:]
 
@@ -323,7 +318,7 @@ def test_upsampling_in_16_bits_is_not_sensitive(mode: str) -> None:
         Flat(upsampled)()
         torch.softmax(torch.ones(8, 8, dtype=torch.bfloat16), -1)
 
-    steps = AuditedSteps(operations=traced_operations(step), wide=[], trips=[], products=[])
+    steps = steps_of(traced_operations(step))
     assert [one.detail.partition(" ran")[0] for one in findings(steps) if one.code == "A402"] == ["_softmax"]
 
 

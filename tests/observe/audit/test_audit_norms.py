@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers_launch import observed_record
+from helpers_values import existing
 from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
-from mezzo.observe.settings import AuditSettings, StopScript
+from mezzo.observe.settings import AuditSettings
 from mezzo.policy import Policy
-from mezzo.records import AuditRecord, RunRecord
+from mezzo.records import AuditRecord
 
 ROWS, WIDTH, NORMS = 512, 64, 4
 WANTED = NORMS * ROWS * WIDTH * (4 - 2)
@@ -44,12 +43,7 @@ def train(*, checkpointed: bool = False) -> None:
 
 def found(policy: str, *, checkpointed: bool = False) -> dict[str, int]:
     """Return the bytes of each finding of an audit, without the one on the many casts of so small a model."""
-    with switched(Policy.parse(policy), observe=AuditSettings(steps=(2,))) as (run, _), contextlib.suppress(StopScript):
-        train(checkpointed=checkpointed)
-    assert run.listeners.observer is not None
-    record = run.listeners.observer.record(
-        RunRecord(command=[], script="", script_sha256="", policy=policy, environment=environment("cpu"))
-    )
+    record = observed_record(lambda: train(checkpointed=checkpointed), policy, AuditSettings(steps=(2,)))
     assert isinstance(record, AuditRecord)
     return {finding.code: finding.bytes for finding in record.findings if finding.code != "A303"}
 
@@ -58,9 +52,7 @@ def kept_bytes(policy: str) -> int:
     """Return what autograd keeps, by its own hooks."""
     with switched(Policy.parse(policy)) as (_, counted):
         train()
-    kept = counted.memory().activations_bytes
-    assert kept is not None
-    return kept
+    return existing(counted.memory().activations_bytes)
 
 
 def test_the_bytes_are_those_that_autograd_keeps_less() -> None:

@@ -14,8 +14,8 @@ from helpers_audit import traced_operations
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from oracles.cuda_dispatch import cuda_autocast
 
-LOW = [torch.float16, torch.bfloat16]
 Function = Callable[[Tensor], Tensor]
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +82,15 @@ def found(function: Function, low: torch.dtype, *, autocast: bool = True) -> lis
     return [one.code for one in findings(watched) if one.code == "A402"]
 
 
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", IN_FP32)
+@pytest.mark.parametrize(
+    ("name", "low"),
+    [*((name, torch.float16) for name in IN_FP32), ("softmax", BF16), ("sum", BF16), ("mse_loss", BF16)],
+)
 def test_what_computes_in_fp32_is_no_finding(name: str, low: torch.dtype) -> None:
     assert found(IN_FP32[name], low) == []
 
 
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", IN_16_BITS)
+@pytest.mark.parametrize(("name", "low"), [*((name, torch.float16) for name in IN_16_BITS), ("softmax", BF16)])
 def test_a_16_bit_result_is_a_finding(name: str, low: torch.dtype) -> None:
     assert found(IN_16_BITS[name], low) == ["A402"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_backward import BOTH_WAYS
+from helpers_values import existing
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.fallback.observer import Bench, Calls, FirstCall, differentiable, relative_error
 from mezzo.observe.one_module import TorchModule
@@ -26,10 +27,13 @@ def called(module: nn.Module, *inputs: Tensor) -> FirstCall:
     return calls.first[module]
 
 
+def measured_call(call: FirstCall, policy: str) -> LocalError:
+    chosen = Policy.parse(policy)
+    return Bench(chosen, TorchModule(chosen, "cpu")).measure([call], {call.module: ("it", False)})[0]
+
+
 def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> LocalError:
-    return Bench(Policy.parse(policy), TorchModule(Policy.parse(policy), "cpu")).measure(
-        [called(module, *inputs)], {module: ("it", False)}
-    )[0]
+    return measured_call(called(module, *inputs), policy)
 
 
 def normal(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
@@ -42,12 +46,8 @@ def test_a_linear_layer_loses_what_rounding_takes(policy: str, dtype: torch.dtyp
     torch.manual_seed(0)
     module, x = nn.Linear(32, 24), normal(40, 32)
     call = called(module, x)
-    found = Bench(Policy.parse(policy), TorchModule(Policy.parse(policy), "cpu")).measure(
-        [call], {module: ("it", False)}
-    )[0]
-
-    gradient = call.gradients[0]
-    assert gradient is not None
+    found = measured_call(call, policy)
+    gradient = existing(call.gradients[0])
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.detach().to(dtype).double()
@@ -110,9 +110,7 @@ def test_what_a_run_by_itself_leaves_behind() -> None:
     call = called(module, normal(8, 4))
     before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
     numbers = torch.get_rng_state()
-    found = Bench(Policy.parse("bf16"), TorchModule(Policy.parse("bf16"), "cpu")).measure(
-        [call], {module: ("it", False)}
-    )[0]
+    found = measured_call(call, "bf16")
     for name, value in module.state_dict(keep_vars=True).items():
         assert torch.equal(value, before[name][0])
         assert value._version == before[name][1]  # a graph may have saved it
@@ -151,8 +149,7 @@ def test_gradients_are_judged_at_the_policys_scale(scale: str, error: float) -> 
     nn.init.ones_(module.weight)
     gradient = torch.full((1, 1), 1.5 * 2.0**-24)  # at scale 1 it becomes 2 * 2**-24, at scale 2 nothing is lost
     call = FirstCall(module, (torch.ones(1, 1, requires_grad=True),), gradients=[gradient])
-    policy = Policy.parse(f"fp16:{scale}")
-    found = Bench(policy, TorchModule(policy, "cpu")).measure([call], {module: ("it", False)})[0]
+    found = measured_call(call, f"fp16:{scale}")
     assert (found.dgrad, found.wgrad) == (pytest.approx(error), pytest.approx(error))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
+from helpers_launch import observed_record
+from helpers_values import existing
 from mezzo.observe.fallback.evidence import LossyProduct, read_measured
 from mezzo.observe.fallback.observer import lost
-from mezzo.observe.settings import FallbackSettings, StopScript
+from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import RunRecord
 
 OFFSET = 65536.0
 
@@ -80,18 +78,12 @@ LINE = f"{__file__}:{inspect.getsourcelines(of_matmul)[1] + 1}"
 
 def measured(train: Callable[[], None], policy: str, folder: Path) -> LossyProduct | None:
     settings = FallbackSettings(steps=(1,), policy=Policy.parse(policy), folder=str(folder))
-    with switched(Policy.parse("fp32"), observe=settings) as (run, _), contextlib.suppress(StopScript):
-        train()
-    assert run.listeners.observer is not None
-    run.listeners.observer.record(
-        RunRecord(command=[], script="", script_sha256="", policy="fp32", environment=environment("cpu"))
-    )
+    observed_record(train, "fp32", settings)
     return read_measured(settings).lossy
 
 
 def test_a_product_of_far_positions_is_named_at_its_line(tmp_path: Path) -> None:
-    found = measured(trainer(of_matmul), "bf16", tmp_path)
-    assert found is not None
+    found = existing(measured(trainer(of_matmul), "bf16", tmp_path))
     assert (found.line, found.lost) == (LINE, pytest.approx(1.0, rel=1e-4))
 
 

@@ -78,84 +78,47 @@ class Expected(NamedTuple):
 NONE: tuple[str, ...] = ()
 # What differs from "in each of four updates, of the whole model": torch raises at the first time, windows are fewer than updates,
 # a calculation is ahead of the first that can be judged, or the policy makes the misuse impossible (0).
-EXPECTED = {
-    "no_update": Expected(2, 1, 3),
-    "update_first": Expected(1, 1, 1, NONE),
-    "unscale_twice": Expected(1, 1, 4),
-    "unscale_after_step": Expected(1, 1, 4),
-    "unscale_each_micro_batch": Expected(1, 6, 6),
-    "update_between_windows": Expected(3, 4, 4),
-    "result_unused": Expected(1, 4, 0),
-    "divided_twice": Expected(1, 3, 3),
-    "divided_twice_by_session": Expected(1, 12, 12),
-    "not_divided": Expected(1, 2, 2),
-    "not_divided_with_scaler": Expected(1, 3, 3),
-    "no_scaler": Expected(1, 2, 0),
-    "scaler_off": Expected(1, 2, 0),
-    "schedule_on_skip": Expected(1, 4, 0, NONE),
-    "schedule_on_skip_of_fused": Expected(1, 4, 0, NONE),
-    "schedule_first": Expected(1, 3, 3, NONE),
-    "schedule_at_the_top": Expected(1, 1, 1, NONE),
-    "average_mul_add": Expected(1, 7, 7),
-    "statistics": Expected(1, 1, 0, ("1",)),
-    "statistics_of_its_own": Expected(2, 1, 1, ("Normalised",)),
-    "clip_micro_batches": Expected(1, 12, 12),
-    "not_divided_weighted_sum": Expected(1, 2, 2),
-    "cleared_with_scaler": Expected(1, 1, 4),
-    "needless": Expected(modules=NONE),
-    "half_weights": Expected(1, 1, 4, ("Linear",)),
-    "clip_one_of_two": Expected(modules=("3",)),
-    "shared_by_two_optimizers": Expected(modules=("3",)),
-    "shared_and_clipped": Expected(modules=("0", "3")),
-    "average_model_on_skip": Expected(1, 4, 0, NONE),
-    "average_by_hand_on_skip": Expected(1, 4, 0, NONE),
-    "average_copied_on_skip": Expected(1, 4, 0, NONE),
-    # The last average is gone when the function returns.
-    "average_in_new_tensors_on_skip": Expected(1, 3, 0, NONE),
-    "average_by_new_lerps_on_skip": Expected(1, 3, 0, NONE),
-    "average_on_skip_of_fused": Expected(1, 4, 0, NONE),
-    "moments_in_bf16": Expected(1, 1, 1),
-    "moments_in_bf16_fused": Expected(1, 1, 1),
-    "moments_of_adadelta": Expected(1, 1, 1),
-    "moments_of_adamax": Expected(1, 1, 1),
-    "moments_of_adagrad": Expected(1, 1, 1),
-    "moments_by_hand": Expected(1, 1, 1),
-    "moments_in_fp16": Expected(1, 1, 0),  # the policy's scale times the script's overflows
-    "last_window_short": Expected(3, 2, 2),
-    "last_window_of_one": Expected(3, 2, 2),
-    "last_window_of_accelerate": Expected(3, 1, 1),
-    "reentrant_checkpoint": Expected(modules=("0",)),
-    "saved_without_scaler": Expected(modules=NONE),
-    "saved_without_scaler_deeply": Expected(modules=NONE),
-    "pickled_without_scaler": Expected(modules=NONE),
-    "saved_in_an_object_without_scaler": Expected(modules=NONE),
-    "saved_in_shards_without_scaler": Expected(modules=NONE),
+DIFFERENT = {
+    Expected(
+        1, 1, 1
+    ): "moments_in_bf16 moments_in_bf16_fused moments_of_adadelta moments_of_adamax moments_of_adagrad moments_by_hand",
+    Expected(1, 1, 1, NONE): "update_first schedule_at_the_top",
+    Expected(1, 1, 4): "unscale_twice unscale_after_step cleared_with_scaler",
+    Expected(1, 1, 4, ("Linear",)): "half_weights",
+    Expected(1, 1, 0): "moments_in_fp16",  # the policy's scale times the script's overflows
+    Expected(1, 1, 0, ("1",)): "statistics",
+    Expected(1, 2, 0): "no_scaler scaler_off",
+    Expected(1, 2, 2): "not_divided not_divided_weighted_sum",
+    Expected(1, 3, 3): "divided_twice not_divided_with_scaler",
+    Expected(1, 3, 3, NONE): "schedule_first",
+    Expected(
+        1, 3, 0, NONE
+    ): "average_in_new_tensors_on_skip average_by_new_lerps_on_skip",  # the last average is gone in the end
+    Expected(1, 4, 0): "result_unused",
+    Expected(1, 4, 0, NONE): "schedule_on_skip schedule_on_skip_of_fused average_model_on_skip average_by_hand_on_skip "
+    "average_copied_on_skip average_on_skip_of_fused",
+    Expected(1, 6, 6): "unscale_each_micro_batch",
+    Expected(1, 7, 7): "average_mul_add",
+    Expected(1, 12, 12): "divided_twice_by_session clip_micro_batches",
+    Expected(2, 1, 3): "no_update",
+    Expected(2, 1, 1, ("Normalised",)): "statistics_of_its_own",
+    Expected(3, 1, 1): "last_window_of_accelerate",
+    Expected(3, 2, 2): "last_window_short last_window_of_one",
+    Expected(3, 4, 4): "update_between_windows",
+    Expected(modules=NONE): "needless saved_without_scaler saved_without_scaler_deeply pickled_without_scaler "
+    "saved_in_an_object_without_scaler saved_in_shards_without_scaler",
+    Expected(modules=("0",)): "reentrant_checkpoint",
+    Expected(modules=("3",)): "clip_one_of_two shared_by_two_optimizers",
+    Expected(modules=("0", "3")): "shared_and_clipped",
+    # seen in the counted step only
+    Expected(
+        2, 1, 1, NONE
+    ): "clamped_probability clamped_in_bf16 clamped_to_zero eps_lost bound_of_normalize eps_in_a_tensor "
+    "positions_plus_offsets rotary_in_polar_form labels_in_half steps_in_bf16 positions_in_half positions_times_frequencies "
+    "stored_in_half rotary_in_autocast rotary_upcast_too_late times_rounded_first running_loss_in_bf16 running_counts_in_half "
+    "cumulative_sum_in_bf16",
 }
-EXPECTED |= {
-    name: Expected(2, 1, 1, NONE)
-    for name in (
-        "clamped_probability",
-        "clamped_in_bf16",
-        "clamped_to_zero",
-        "eps_lost",
-        "bound_of_normalize",
-        "eps_in_a_tensor",
-        "positions_plus_offsets",
-        "rotary_in_polar_form",
-        "labels_in_half",
-        "steps_in_bf16",
-        "positions_in_half",
-        "positions_times_frequencies",
-        "stored_in_half",
-        "rotary_in_autocast",
-        "rotary_upcast_too_late",
-        "times_rounded_first",
-        "running_loss_in_bf16",
-        "running_counts_in_half",
-        "cumulative_sum_in_bf16",
-    )
-}
-"""Seen in the counted step only."""
+EXPECTED = {name: expected for expected, names in DIFFERENT.items() for name in names.split()}
 PLANTED_SCRIPT = SCRIPTS / "lint_planted.py"
 CALL = next(
     f"{PLANTED_SCRIPT}:{number}"
@@ -165,7 +128,7 @@ CALL = next(
 """The line that calls the model for those that train plainly."""
 STATISTICS = Planted(CALL, "A613")
 PLANTED = {**functions("lint_planted"), "statistics": STATISTICS, "statistics_of_its_own": STATISTICS}
-SHARED = ("half", "network", "skipping")
+SHARED = ("half", "network")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -185,8 +148,7 @@ def test_a_planted_misuse_is_found_at_its_line(name: str, policy: str) -> None:
 HEALTHY = [name for name in functions("lint_healthy") if name != "scaled_step"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(("name", "policy"), [*((n, AS_IS) for n in HEALTHY), *((n, "fp16") for n in HEALTHY[::3])])
 def test_a_healthy_script_is_silent(name: str, policy: str) -> None:
     assert linted("lint_healthy", policy, name) == []
 
@@ -238,11 +200,8 @@ LINE = PLANTED["clip_norm"].line
 TITLE = "gradients are clipped while they are scaled"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_run_says_it_in_one_line_and_in_the_report(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = record_of(tmp_path, "run", "clip_norm", "--policy", policy)
+def test_run_says_it_in_one_line_and_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = record_of(tmp_path, "run", "clip_norm", "--policy", AS_IS)
     assert isinstance(record, RunRecord)
     assert [(f.code, f.severity, f.lines, f.step, f.count) for f in record.findings] == [
         ("A601", "error", [LINE], 1, 4)

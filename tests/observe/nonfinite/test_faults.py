@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers_values import existing
 from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, Harmless, SourceKind, WrongGradient
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
 from mezzo.records import RunRecord, Steps
@@ -163,11 +164,7 @@ def test_skips_that_lower_the_scale_for_good_are_faults(
         ([9, 8, 7, *[6] * 196], 64.0, True),
         ([9, 8, 7, *[6] * 197], 64.0, False),  # 200 steps decide
         ([9, 8, 7, *[6] * 167, *[7] * 30], 64.0, False),
-        (
-            [9, 8, 7, *[6] * 166, *[7] * 31],
-            None,
-            False,
-        ),  # of 200 steps, seven tenths of the second half are at 2^6 or below
+        ([9, 8, 7, *[6] * 166, *[7] * 31], None, False),  # of 200 steps, seven tenths of the second half are below 2^7
     ],
 )
 def test_a_scale_settles_where_most_of_the_later_steps_are(
@@ -295,8 +292,7 @@ def test_a_number_that_torch_refuses_is_to_blame_only_if_the_step_never_ended() 
     inspected = showed(MADE, refused, of_loss=(MADE,))
     faults = Faults(Told(), ())
     faults.close(steps_of("l")[0]._replace(inspected=inspected))
-    first = faults.first()
-    assert first is not None
+    first = existing(faults.first())
     assert first.source.op == "made3"
     evidence = Faults(Told(), ()).evidence(run_of([], error="no"), watched=[], unfinished=inspected)
     assert evidence.located is not None

@@ -19,16 +19,13 @@ from fixed import FIXED, with_fix
 
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
-from helpers_diagnose import assert_printed, diagnosed, fixed, module_of, run_here
+from helpers_diagnose import assert_printed, diagnosed, fixed, module_of, place_of, run_here, source_of
 from mezzo.commands.diagnose.plan import diagnose_script
 from mezzo.launch.request import Request
 from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.records import (
-    AS_IS,
-    DiagnoseRecord,
-)
+from mezzo.records import AS_IS, DiagnoseRecord
 from paths import ROOT, SCRIPTS
 
 # torch.compile instantiates a class of torch's while it traces a custom function.
@@ -113,12 +110,10 @@ def thread_matters(planted: Planted | InFamily) -> bool:
 @in_ways("planted", PLANTED, both=thread_matters, ids=lambda p: f"{p.name}-{p.policy}")
 def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     record = diagnosed(planted.name, planted.policy, tmp_path)
-    seen = (record.verdict, record.module, record.op, record.phase, record.step)
-    assert seen == planted[1:6], record.model_dump_json(exclude={"run"})
+    assert place_of(record) == planted[1:6], record.model_dump_json(exclude={"run"})
     assert record.located
     assert record.fix
-    file, number = record.line.rsplit(":", 1)
-    assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert planted.line in source_of(record.line)
     assert record.forced_eager == planted.name.startswith("compiled")
     assert_printed(record, planted.name)
 
@@ -145,7 +140,8 @@ class InFamily(NamedTuple):
 
 
 RANGE, SCALE, INVALID, SILENT = "range_overflow", "scale_overflow", "invalid_operation", "silent_saturation"
-KEPT = '"fp16:fp32_modules=1"'
+KEPT, UNSCALED, DENSE = '"fp16:fp32_modules=1"', "fp16:loss_scale=none", "layer.1.output.dense"
+NO_AUTOCAST = "autocast(x.device.type, enabled=False)"
 BY_FAMILY = [
     InFamily("mask_refused", RANGE, "1", "masked_fill", "forward", 1, "masked_fill", KEPT),
     InFamily("mask_refused_clamp", RANGE, "1", "clamp", "forward", 1, "clamp", KEPT),
@@ -172,12 +168,8 @@ BY_FAMILY = [
     InFamily("scale_recurring", SCALE, "Sequential", "to", "backward", 6, "call or model", '"bf16"'),
     InFamily("own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", "GradScaler()", AS_IS),
     InFamily("own_small_scale", SILENT, "(script)", "to", "backward", 1, "float()", "init_scale=65536.0", AS_IS),
-    InFamily(
-        "own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", '"fp16"', "fp16:loss_scale=none"
-    ),
-    InFamily(
-        "own_saturates", SILENT, "1", "mul", "forward", 1, "2000", "autocast(x.device.type, enabled=False)", AS_IS
-    ),
+    InFamily("own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", '"fp16"', UNSCALED),
+    InFamily("own_saturates", SILENT, "1", "mul", "forward", 1, "2000", NO_AUTOCAST, AS_IS),
     InFamily("own_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", "autocast(", AS_IS),
     InFamily("own_recurring_skips", SCALE, "(script)", "to", "backward", 6, "float()", "bfloat16", AS_IS),
     InFamily("gradient_replaced", SCALE, "Sequential", "to", "backward", 1, "* 100", '"fp16:init_scale=512"'),
@@ -195,7 +187,7 @@ BY_FAMILY = [
     InFamily("update_late", INVALID, "0", "SGD.step", "update", 3, "step()", "", AS_IS),
     InFamily("update_clipped_by_hand", SILENT, "(script)", "pow", "update", 1, "square", "enabled=False", AS_IS),
     InFamily("update_normalized_by_hand", INVALID, "(script)", "div", "update", 1, "norm()", "", AS_IS),
-    InFamily("cast_loss", RANGE, "(script)", "pow", "forward", 1, ".pow(2)", "autocast(x.device.type, enabled=False)"),
+    InFamily("cast_loss", RANGE, "(script)", "pow", "forward", 1, ".pow(2)", NO_AUTOCAST),
     InFamily("cast_softmax_by_hand", RANGE, "(script)", "log", "forward", 1, ".log()", "enabled=False"),
     InFamily("scale_static_by_hand", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_static_replaced", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
@@ -214,9 +206,7 @@ BY_FAMILY = [
     InFamily("beyond_distance", SILENT, "1", "pow", "forward", 1, "square()", "", AS_IS),
     InFamily("beyond_bf16", SILENT, "1", "mul", "forward", 1, "wide * wide", "", AS_IS),
     InFamily("own_probabilities", RANGE, "(script)", "log1p", "forward", 1, "log1p", "enabled=False", AS_IS),
-    InFamily(
-        "bert_outlier", RANGE, "bert.encoder.layer.1.output.dense", "to", "forward", 1, "", "layer.1.output.dense"
-    ),
+    InFamily("bert_outlier", RANGE, f"bert.encoder.{DENSE}", "to", "forward", 1, "", DENSE),
     InFamily("gpt2_queries", RANGE, "transformer.h.1.attn.c_attn", "to", "forward", 1, "", "transformer.h.1.attn"),
 ]
 
@@ -225,9 +215,8 @@ BY_FAMILY = [
 @in_ways("planted", BY_FAMILY, both=lambda p: p.phase == "backward", ids=lambda p: f"{p.name}-{p.policy}")
 def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_path: Path) -> None:
     record = diagnosed(planted.name, planted.policy, tmp_path, steps=40)
-    assert (record.verdict, record.module, record.op, record.phase, record.step) == planted[1:6], record.detail
-    file, number = record.line.rsplit(":", 1)
-    assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert place_of(record) == planted[1:6], record.detail
+    assert planted.line in source_of(record.line)
     tries = [p for p in record.passes if p.reason.startswith("to try")]
     assert_printed(record, planted.name)
     if planted.fix:
@@ -267,25 +256,16 @@ IN_FAMILIES = [name for module in OTHERS for name in vars(module) if name.starts
 )
 def test_an_operation_that_raises_is_named_and_a_fix_is_tried(name: str, op: str, line: str, tmp_path: Path) -> None:
     record = diagnosed(name, AS_IS, tmp_path)
-    found = (record.verdict, record.module, record.op, record.phase, record.step)
-    assert found == ("unfinished", "1", op, "forward", 1)
-    file, number = record.line.rsplit(":", 1)
-    assert line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert place_of(record) == ("unfinished", "1", op, "forward", 1)
+    assert line in source_of(record.line)
     assert record.fix_tried
     assert "enabled=False" in record.fix_line
 
 
 def test_an_error_that_no_operation_raises_has_module_line_and_function(tmp_path: Path) -> None:
     record = diagnosed("raises_in_a_check", AS_IS, tmp_path)
-    assert (record.verdict, record.module, record.op, record.phase, record.step) == (
-        "unfinished",
-        "1.norm",
-        "batch_norm",
-        "forward",
-        1,
-    )
-    file, number = record.line.rsplit(":", 1)
-    assert "self.norm(h[:1])" in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert place_of(record) == ("unfinished", "1.norm", "batch_norm", "forward", 1)
+    assert "self.norm(h[:1])" in source_of(record.line)
 
 
 @in_ways("name", dict.fromkeys(HEALTHY), both=lambda name: name not in IN_FAMILIES, ids=str)
@@ -392,8 +372,7 @@ def test_finite_suspects_let_all_later_steps_be_looked_at(
 
 def test_weights_that_an_update_made_infinite_are_named(tmp_path: Path) -> None:
     record = diagnosed("invalid_weights", AS_IS, tmp_path)
-    found = (record.verdict, record.module, record.op, record.phase, record.step)
-    assert found == ("range_overflow", "0", "Adam.step", "update", 1)
+    assert place_of(record) == ("range_overflow", "0", "Adam.step", "update", 1)
     assert record.detail.startswith("Adam.step() makes weights that are not finite: its eps of 1e-08 is 0 in FP16")
     assert (record.fix_tried, record.fix_line) == (True, "optimizer = Adam(..., eps=0.0001)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import mezzo
+from helpers_diagnose import source_of
 
 ROWS, LENGTHS, WIDTH, HIDDEN = 3, [5, 3, 2], 4, 6
 STEEP = 3e4  # a weight whose product with the gradient of 100 of each output leaves FP16
@@ -98,7 +98,11 @@ LAYERS = [
     Planted(nn.RNNCell, "rnn_relu_cell", {"nonlinearity": "relu"}),
 ]
 CASES = [
-    *((layer, plant, "backward") for layer in LAYERS for plant in (plant_dgrad, plant_wgrad)),
+    *(
+        (layer, plant, "backward")
+        for layer in LAYERS
+        for plant in (plant_dgrad, plant_wgrad)[: 1 + (not layer.settings)]
+    ),
     *((layer, plant_forward, "forward") for layer in LAYERS if "relu" in layer.op),
 ]
 
@@ -127,7 +131,6 @@ def test_an_overflow_inside_a_recurrent_layer_is_the_layers(
     record = mezzo.diagnose(train, policy="fp16:arithmetic=emulated:loss_scale=none")
     found = record.perhaps, record.module, record.op, record.phase, record.step
     assert found == ("range_overflow", "rnn", layer.op, phase, 1), record.detail
-    file, number = record.line.rsplit(":", 1)
-    assert Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].endswith("# here")
+    assert source_of(record.line).endswith("# here")
     where = f"the backward pass of {layer.op}()" if phase == "backward" else f"{layer.op}()"
     assert record.detail.startswith(f"{where} reaches ")

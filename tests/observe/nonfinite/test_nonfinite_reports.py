@@ -11,11 +11,11 @@ from typing import NamedTuple
 import pytest
 import reports
 
-from helpers_diagnose import diagnosed
+from helpers_diagnose import diagnosed, place_of, source_of
+from helpers_launch import observed_record
 from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
-from mezzo.observe.settings import AuditSettings, StopScript
-from mezzo.records import AS_IS, AuditRecord, RunRecord
+from mezzo.observe.settings import AuditSettings
+from mezzo.records import AS_IS, AuditRecord
 from paths import ROOT
 
 PAGE = ROOT / "docs" / "public-reports.md"
@@ -51,7 +51,7 @@ DIAGNOSED = [
 @pytest.mark.parametrize("report", DIAGNOSED, ids=lambda r: r.name)
 def test_a_report_is_diagnosed(report: Diagnosed, tmp_path: Path) -> None:
     record = diagnosed(report.name, AS_IS, tmp_path)
-    assert (record.verdict, record.module, record.op, record.phase, record.step) == report[1:6], record.detail
+    assert place_of(record) == report[1:6], record.detail
     assert report.line in source_of(record.line)
     assert record.fix_tried is bool(report.fix)
     assert report.fix in record.fix_line
@@ -86,11 +86,7 @@ def test_a_report_is_found_by_run(report: Found) -> None:
 
 
 def test_a_report_is_found_by_audit() -> None:
-    with switched(None, observe=AuditSettings(steps=(2,))) as (run, _), contextlib.suppress(StopScript):
-        reports.lost_updates()
-    assert run.listeners.observer is not None
-    whole = RunRecord(command=[], script="", script_sha256="", policy=AS_IS, environment=environment("cpu"))
-    record = run.listeners.observer.record(whole)
+    record = observed_record(reports.lost_updates, None, AuditSettings(steps=(2,)))
     assert isinstance(record, AuditRecord)
     assert "A401" in {finding.code for finding in record.findings}
 
@@ -105,8 +101,3 @@ def test_the_page_has_every_report() -> None:
         told = inspect.getdoc(getattr(reports, name)) or ""
         assert told.startswith(f"{address}: ")
         assert "\nRight: " in told
-
-
-def source_of(line: str) -> str:
-    file, number = line.rsplit(":", 1)
-    return Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]

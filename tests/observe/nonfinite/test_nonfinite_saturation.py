@@ -45,11 +45,13 @@ def made(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), Computes(function), nn.Linear(16, 4))
 
 
-def train(model: nn.Module) -> None:
+def train(model: nn.Module, exchange: Callable[[Tensor], object] = lambda grad: None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
     F.mse_loss(model(x), y).backward()
+    for p in model.parameters():
+        exchange(p.grad)  # type: ignore[arg-type]
     optimizer.step()
 
 
@@ -224,17 +226,8 @@ def test_gradients_that_processes_exchange_are_judged_as_they_were_sent(
 ) -> None:
     """Of what an exchange changes the true values are unknown."""
     model = made(FUNCTIONS[name])
-
-    def step() -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        generator = torch.Generator().manual_seed(1)
-        x, y = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
-        F.mse_loss(model(x), y).backward()
-        for p in model.parameters():
-            EXCHANGES[exchange](p.grad)
-        optimizer.step()
-
-    assert mezzo.diagnose(step, policy=POLICY, steps=1).verdict == verdict
+    record = mezzo.diagnose(lambda: train(model, EXCHANGES[exchange]), policy=POLICY, steps=1)
+    assert record.verdict == verdict
 
 
 class Exchanged(TorchDispatchMode):

@@ -24,9 +24,8 @@ def _train(num_layers: int) -> None:
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
         optimizer.step()
-        for (
-            parameter
-        ) in model.parameters():  # past the observer: each layer's weights are found to be bad when it reads them
+        # Past the observer: each layer's weights are found to be bad when it reads them.
+        for parameter in model.parameters():
             parameter.data = torch.from_numpy(np.full(tuple(parameter.shape), np.nan, dtype=np.float32))
 
 

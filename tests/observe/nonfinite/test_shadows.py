@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
+from helpers_values import existing
+from mezzo.observe.nonfinite.evidence import FaultSource
+from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded, tolerance
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
@@ -59,13 +61,11 @@ def test_views_share_what_is_kept() -> None:
     whole = half(1, 2, INF, 4, 5, INF).reshape(2, 3)
     assert shadows.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
     for view, expected in ((whole.T, [[1, 4], [2, 5], [7e4, 8e4]]), (whole[1], [4, 5, 8e4]), (whole[:, 2], [7e4, 8e4])):
-        found = shadows.read(view)
-        assert found is not None
+        found = existing(shadows.read(view))
         assert (found[0].tolist(), found[1]) == (expected, ("a",))
     assert shadows.read(whole[:, :2]) is None  # nothing differs there
     shadows.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
-    found = shadows.read(whole)
-    assert found is not None
+    found = existing(shadows.read(whole))
     assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a",))  # what was written last agrees
 
 
@@ -85,14 +85,12 @@ def test_a_write_into_a_view_replaces_only_what_the_view_covers() -> None:
         (buffer[0:6:5], [1e5, 1e5 + 5], {"a", "c"}),
     ]
     for view, values, sources in expected:
-        found = shadows.read(view)
-        assert found is not None
+        found = existing(shadows.read(view))
         assert (found[0].tolist(), set(found[1])) == (values, sources)
     assert shadows.read(buffer[3:4]) is None
     buffer[0] = 3  # a write that was not seen
     assert shadows.read(buffer[:1]) is None
-    rest = shadows.read(buffer[1:2])
-    assert rest is not None
+    rest = existing(shadows.read(buffer[1:2]))
     assert rest[0].tolist() == [1e5 + 1]
 
 
@@ -115,8 +113,7 @@ def test_views_of_one_buffer_cost_no_more_than_tensors_of_their_own() -> None:
         with Elements() as elements:
             for tensor in tensors:
                 assert shadows.write(tensor, torch.full((50,), 1e5), ("a",))
-                found = shadows.read(tensor)
-                assert found is not None
+                assert shadows.read(tensor) is not None
         return elements.count
 
     views = list(torch.full((5000,), INF, dtype=HALF).view(100, 50))
@@ -164,3 +161,24 @@ def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:
     gc.collect()
     assert len(numbers) < 2000  # memory was used again
     assert len(kept) < 1000  # dead ones do not pile up
+
+
+# --- How far a gradient may be off and still be rounding ---
+
+
+def source(form: str) -> FaultSource:
+    return FaultSource(0, "made", "mm", None, "", backward=False, format=form, operands=[], wide=None, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("forms", "most"),
+    [
+        ([], 0.0),
+        (["fp16"], 40 * 2.0**-11),  # forty unit roundoffs, half an eps each
+        (["bf16"], 40 * 2.0**-8),
+        (["fp16", "bf16"], 40 * 2.0**-8),
+        (["int64"], 0.0),
+    ],
+)
+def test_the_tolerance_is_forty_roundoffs_of_the_widest(forms: list[str], most: float) -> None:
+    assert tolerance([source(form) for form in forms]) == most

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from torch.nn import functional as F
 
 import mezzo
 from helpers_engine import casting
-from mezzo.observe.ranges.listed_formats import ListedFormats
+from mezzo.launch.torch import switched
+from mezzo.observe.ranges.listed_formats import ListedFormats, OffRegions
 from mezzo.policy import Policy
 from mezzo.records import RangesRecord
 
@@ -95,3 +99,225 @@ def test_parameters_by_who_reads_them() -> None:
     wide = [formats.gradient_is_wide(p) for p in (LINEAR.weight, LINEAR.bias, NORM.weight, NORM.bias, TABLE.weight)]
     assert wide == [False, False, True, True, True]
     assert not formats.gradient_is_wide(nn.Parameter(torch.ones(1)))  # not met: it may be anything
+
+
+# --- What a script computes where it turns autocast off itself counts as FP32, as under mezzo run ---
+
+
+OFF = functools.partial(torch.autocast, "cpu", enabled=False)
+ON = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, and a tail of one more that a case computes as it likes."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.first, self.tail, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self._as_asked = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._as_asked(self, self.first(x)))  # type: ignore[no-any-return]
+
+
+def plain(net: Net, h: Tensor) -> Tensor:
+    return net.tail(h)  # type: ignore[no-any-return]
+
+
+def inside(net: Net, h: Tensor) -> Tensor:
+    with OFF():
+        return net.tail(h.float())  # type: ignore[no-any-return]
+
+
+def nested_off(net: Net, h: Tensor) -> Tensor:
+    with ON(), OFF(), OFF():
+        return net.tail(h.float())  # type: ignore[no-any-return]
+
+
+def on_again(net: Net, h: Tensor) -> Tensor:
+    with OFF(), ON():
+        return net.tail(h)  # type: ignore[no-any-return]
+
+
+def after_inner(net: Net, h: Tensor) -> Tensor:
+    with OFF():
+        with ON():
+            h = h * 2
+        return net.tail(h.float())  # type: ignore[no-any-return]
+
+
+def after_error(net: Net, h: Tensor) -> Tensor:
+    try:
+        with OFF():
+            raise ValueError
+    except ValueError:
+        return net.tail(h)  # type: ignore[no-any-return]
+
+
+@torch.autocast("cpu", enabled=False)
+def decorated(net: Net, h: Tensor) -> Tensor:
+    return net.tail(h.float())  # type: ignore[no-any-return]
+
+
+def of_cuda(net: Net, h: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return net.tail(h.float())  # type: ignore[no-any-return]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return 2 * h
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return 2 * h
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Case(NamedTuple):
+    name: str
+    forward: Forward
+    kept: bool
+    """Whether the tail is FP32 under the policy."""
+
+
+CASES = [
+    Case("plain", plain, False),
+    Case("inside", inside, True),
+    Case("nested", nested_off, True),
+    Case("on again", on_again, False),
+    Case("after an inner region", after_inner, True),
+    Case("after an error", after_error, False),
+    Case("decorator", decorated, True),
+    Case("CUDA, for which the CPU stands in", of_cuda, not torch.cuda.is_available()),
+]
+
+
+def steps_of(net: nn.Module, loss: Callable[[Tensor], Tensor], *, around: Callable[[], Any] | None = None) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for x in torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        with around() if around is not None else ON():
+            value = loss(net(x))
+        value.backward()
+        optimizer.step()
+
+
+def kept_of(net: nn.Module, loss: Callable[[Tensor], Tensor] = torch.sum, **more: Any) -> dict[tuple[str, str], bool]:
+    record = mezzo.ranges(lambda: steps_of(net, loss, **more), policy="fp16")
+    return {(t.kind, t.name.removeprefix("Net.")): t.kept_fp32 for t in record.tensors}
+
+
+@contextmanager
+def formats(module: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Collect the formats of a module's outputs in training steps under FP16."""
+    found: set[torch.dtype] = set()
+    with switched(Policy.parse("fp16")):
+        handle = module.register_forward_hook(lambda _, __, output: found.add(output.dtype))
+        yield found
+        handle.remove()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available.*:UserWarning")
+def test_a_region_without_autocast_counts_as_fp32(case: Case) -> None:
+    torch.manual_seed(0)
+    net = Net(case.forward)
+    kept = kept_of(net)
+    for kind, name in (
+        ("activations", "tail"),
+        ("activation gradients", "tail"),
+        ("weight gradients", "tail.weight"),
+        ("weight gradients", "tail.bias"),
+    ):
+        assert kept[kind, name] == case.kept, (kind, name)
+    for name in ("first", "last"):
+        assert not kept["activations", name]
+        assert not kept["weight gradients", f"{name}.weight"]
+    with formats(net.tail) as found:  # the same script under the policy
+        steps_of(net, torch.sum)
+    assert found == {torch.float32 if case.kept else torch.float16}
+
+
+@pytest.mark.parametrize(("function", "kept"), [(Doubled, True), (Same, False)])
+def test_a_function_that_casts_its_inputs_is_fp32(function: type[torch.autograd.Function], kept: bool) -> None:
+    class Custom(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return function.apply(h)  # type: ignore[no-any-return,no-untyped-call]
+
+    net = Net(plain)
+    net.tail = Custom()  # type: ignore[assignment]
+    assert kept_of(net)["activations", "tail"] == kept
+    with formats(net.tail) as found:
+        steps_of(net, torch.sum)
+    assert found == {torch.float32 if kept else torch.float16}
+
+
+def test_a_loss_without_autocast_is_fp32() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Linear(4, 4)
+
+        def forward(self, y: Tensor) -> Tensor:
+            with OFF():
+                return F.mse_loss(self.scale(y.float()), torch.zeros(16, 4))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = nn.Linear(8, 4), Loss()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.loss(self.net(x))  # type: ignore[no-any-return]
+
+    kept = kept_of(Whole())
+    assert not kept["activations", "net"]
+    assert kept["activations", "loss.scale"]
+    assert kept["weight gradients", "loss.scale.weight"]
+    assert kept["activation gradients", "loss.scale"]
+
+
+def test_a_policy_opens_its_own_region_in_a_module_that_is_called_without_autocast() -> None:
+    net = Net(plain)
+    kept = kept_of(net, around=OFF)
+    assert not any(kept["activations", name] for name in ("first", "tail", "last"))
+    with formats(net.tail) as found:
+        steps_of(net, torch.sum, around=OFF)
+    assert found == {torch.float16}
+
+
+def test_a_frozen_module_without_autocast_is_fp32() -> None:
+    net = Net(inside)
+    net.first.requires_grad_(False)
+    net.tail.requires_grad_(False)
+    kept = kept_of(net)
+    assert kept["activations", "tail"]
+    assert not kept["activations", "first"]
+
+
+def test_regions_that_are_over_are_dropped() -> None:
+    regions = OffRegions()
+    for _ in range(100):
+        regions.leave(regions.enter(off=True, in_module=True))
+    made = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    assert not regions.cover(made)
+    regions.enter(off=True, in_module=True)
+    regions.forget()
+    assert len(regions._numbers) == 1
+    assert regions.cover((torch.ones(1, requires_grad=True) * 2).grad_fn)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers_values import existing
 from mezzo.engine.kernels import cpu, exponents
 from mezzo.engine.kernels.exponent_bins import CUTS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
@@ -97,9 +98,8 @@ def test_values_on_and_beside_every_line_of_a_format_fall_on_the_side_of_a_cast(
     lines = [target.min_subnormal / 2, target.min_subnormal, target.min_normal, target.max, target.max * 2]
     lines += [target.min_normal - target.min_subnormal / 2, target.max * (1 + target.eps / 4)]
     lines += [target.max + target.max / (2 - target.eps) * target.eps / 2]
-    for scale in (
-        (0, 1, 14) if target is BF16 else (-9, 0, 1, 14)
-    ):  # FP32, the way to BF16, would round scaled-down ones first
+    # FP32, the way to BF16, would round scaled-down ones first.
+    for scale in (0, 1, 14) if target is BF16 else (-9, 0, 1, 14):
         on = torch.tensor(lines, dtype=torch.double) * 2.0**-scale
         on = on[on < 2.0**127].float()
         beside = torch.cat([torch.nextafter(on, torch.tensor(side)) for side in (0.0, float("inf"))])
@@ -121,9 +121,7 @@ def test_any_bits_are_counted_alike_and_as_a_cast_takes_them(bits: list[int], sc
     assert (histogram.infinite, histogram.nan) == (int(values.isinf().sum()), int(values.isnan().sum()))
     assert (histogram.zeros, histogram.total) == (int((values == 0).sum()), len(bits))
     for target in FORMATS.values():
-        if (
-            scale + target.mantissa_bits < 20
-        ):  # FP32 itself rounds products below 2**-126, which a cast then rounds again
+        if scale + target.mantissa_bits < 20:  # FP32 itself rounds products below 2**-126, which a cast rounds again
             safe = values[(values.abs() * 2.0**scale >= 2.0**-126) | (values == 0) | ~values.isfinite()]
             assert counts_of(counted(safe), target, scale) == cast(safe, target, scale)
 
@@ -137,10 +135,8 @@ def test_every_format_and_layout_of_a_tensor_is_counted(dtype: torch.dtype, coun
     tables = exponents.tables(len(tensors))
     count(tensors, list(tables))
     for tensor, table in zip(tensors, tables, strict=True):
-        powers, expected = (
-            np.frexp(tensor.double().abs().numpy())[1].reshape(-1) - 1,
-            Counts(table.tolist()).histogram(),
-        )
+        powers = np.frexp(tensor.double().abs().numpy())[1].reshape(-1) - 1
+        expected = Counts(table.tolist()).histogram()
         zeros = int((tensor == 0).sum())
         assert expected.zeros == zeros
         assert expected.total == tensor.numel()
@@ -205,11 +201,8 @@ def test_the_triton_kernel_counts_alike_on_a_gpu() -> None:
     count, reason = exponents.counter("cuda")
     assert reason.startswith("a Triton kernel"), reason
     bits = torch.randint(-(2**31), 2**31 - 1, (100_001,), generator=torch.Generator().manual_seed(0))
-    values = [
-        bits.int().view(torch.float32),
-        torch.arange(64, dtype=torch.int32).view(torch.float32),
-        torch.ones(9).half(),
-    ]
+    low = torch.arange(64, dtype=torch.int32).view(torch.float32)
+    values = [bits.int().view(torch.float32), low, torch.ones(9).half()]
     ours, other = exponents.tables(3, "cuda"), exponents.tables(3)
     count([v.cuda() for v in values], list(ours))
     exponents.reference(values, list(other))
@@ -245,12 +238,9 @@ def test_a_distribution_like_that_of_ssd_loses_a_third_unscaled_and_a_thousandth
     assert counts.overflowed(FP16, 15) == 0
     assert counts.zeroed(FP16, 0) == int(((values != 0) & (values.half() == 0)).sum())
     assert counts.highest(FP16) == 16  # the largest lies between 2**-2 and 2**-1
-    lowest = counts.lowest(FP16)
-    assert lowest is not None
+    lowest = existing(counts.lowest(FP16))
     assert counts.lost(FP16, lowest) <= LITTLE < counts.lost(FP16, lowest - 1)
-    assert (
-        suggested(counts, FP16)[0] == lowest == 15
-    )  # 2**15 is what the paper names; the headroom gives way to the lower end
+    assert suggested(counts, FP16)[0] == lowest == 15  # 2**15 as in the paper; the headroom gives way to the lower end
 
 
 WINDOWS: list[tuple[list[float], Format, int | None, int | None, int | None]] = [
@@ -284,10 +274,8 @@ def test_window_and_suggestion(
 
 def test_a_window_that_is_empty_says_what_is_lost() -> None:
     counts = counted(torch.tensor([2.0**-30, 2.0**12]))
-    assert (
-        suggested(counts, FP16)[1]
-        == "at 2^3, the largest scale without overflow, 50.0% of the non-zero values become zero"
-    )
+    reason = "at 2^3, the largest scale without overflow, 50.0% of the non-zero values become zero"
+    assert suggested(counts, FP16)[1] == reason
 
 
 @every_format

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers_values import existing
 from mezzo.launch.torch.snapshots.proof import verdict_of
 from mezzo.launch.twin import write_to_copies
 from mezzo.records import RunRecord, SnapshotProof, read_record
@@ -58,8 +59,7 @@ def test_the_verdict_follows_from_the_digests(
 
 def test_names_are_written_as_a_script_would() -> None:
     own = {"model._modules['0']._parameters['weight'].grad": "1"}
-    found = verdict_of(own, [{}, {}])
-    assert found is not None
+    found = existing(verdict_of(own, [{}, {}]))
     assert found.names == ["model.0.weight.grad"]
 
 
@@ -105,13 +105,7 @@ for epoch in range(2):
 @pytest.mark.parametrize(
     ("script", "verdict", "names", "reason"),
     [
-        (
-            SCRIPTS["gan"],
-            "proven",
-            [],
-            "",
-        ),  # its first update overflows, so the loss scale changes in an update that is still open
-        (SCRIPTS["log append"], "proven", [], ""),
+        (SCRIPTS["gan"], "proven", [], ""),  # its first update overflows: the scale changes in an update that is open
         (_LIBRARY, "disproven", ["model.0.weight"], ""),
         (_TIMES, "unrepeatable", ["times[1]"], ""),
         (_OWN_OUTPUT, "unproven", [], "there is a result already"),

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers_values import existing, record_at
 from mezzo.engine.snapshots import container
 from mezzo.errors import SnapshotError
 from mezzo.launch import child
 from mezzo.launch.request import Request, SnapshotRequest
 from mezzo.launch.torch.snapshots import taking
 from mezzo.policy import Policy
-from mezzo.records import RunRecord, read_record
+from mezzo.records import RunRecord
 from paths import SCRIPTS
 from resumable_scripts import HEAD
 from resumable_scripts import SCRIPTS as CASES
@@ -80,6 +81,19 @@ def result_of(text: str) -> str:
     return found[0]
 
 
+def killed_and_resumed(script: Path, folder: Path, *, die_at: int = 13, **words: Any) -> RunRecord:
+    """Compare a run that is killed and resumed with one that is not; return the record of the resumed one."""
+    apart = {"at": words.pop("at_whole", None) or words.get("at")}
+    code, text = lives(script, folder / "whole", **{**words, "snapshots": None, **apart})
+    assert code == 0, text
+    died, first = lives(script, folder / "run", die_at=die_at, **words)
+    assert died == -signal.SIGKILL, first
+    code, again = lives(script, folder / "run", resume=True, **words)
+    assert code == 0, again
+    assert result_of(again) == result_of(text)
+    return record_at(folder / "run" / "record.json", RunRecord)
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Any:
     def write(body: str) -> Path:
@@ -103,24 +117,13 @@ def test_a_killed_script_ends_with_the_bits_and_the_files_of_the_undisturbed_run
 ) -> None:
     script = written(CASES[name])
     policy = None if name == "scaler" else Policy.parse("fp16")
-    words: dict[str, Any] = {"policy": policy, "arguments": ("word",)}
-    code, text = lives(script, tmp_path / "whole", snapshots=None, at=tmp_path / "a", **words)
-    assert code == 0, text
-    folder, here = tmp_path / "run", tmp_path / "b"
-    died, first = lives(script, folder, die_at=13, at=here, **words)
-    assert died == -signal.SIGKILL, first
-
-    code, again = lives(script, folder, resume=True, at=here, **words)
-
-    assert code == 0, again
-    assert result_of(again) == result_of(text)
-    assert files_in(here) == files_in(tmp_path / "a")
-    record = read_record(folder / "record.json")
-    assert isinstance(record, RunRecord)
-    assert record.snapshots is not None
-    assert record.snapshots.problems == []
+    words: dict[str, Any] = {"policy": policy, "arguments": ("word",), "at": tmp_path / "b"}
+    record = killed_and_resumed(script, tmp_path, at_whole=tmp_path / "a", **words)
+    assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+    snapshots = existing(record.snapshots)
+    assert snapshots.problems == []
     made = 2 * 13  # up to two updates a tick (GAN); the last snapshots may have been killed while they were written
-    assert record.snapshots.resumed_updates in range(1, made)
+    assert snapshots.resumed_updates in range(1, made)
 
 
 @pytest.mark.filterwarnings("ignore:loaded .* not loaded, though newer")
@@ -133,10 +136,7 @@ def test_a_snapshot_that_cannot_be_loaded_is_in_the_record(written: Any, tmp_pat
     code, text = lives(script, folder, resume=True)
 
     assert code == 0, text
-    record = read_record(folder / "record.json")
-    assert isinstance(record, RunRecord)
-    assert record.snapshots is not None
-    (problem,) = record.snapshots.problems
+    (problem,) = existing(record_at(folder / "record.json", RunRecord).snapshots).problems
     assert (problem.what, problem.value) == (newest.name, "not loaded")
     assert f"mezzo: not {newest.name}: {problem.reason}" in text
 
@@ -265,8 +265,7 @@ def test_a_script_that_cannot_be_resumed_is_refused_after_its_first_update(
     assert code == SnapshotError.exit_code, text
     assert why in text
     assert "result" not in text
-    record = read_record(tmp_path / "run" / "record.json")
-    assert isinstance(record, RunRecord)
+    record = record_at(tmp_path / "run" / "record.json", RunRecord)
     assert len(record.steps) <= (10 if name == "workers that live on" else 2)  # there the loop around it is tried
 
 
@@ -317,11 +316,7 @@ def test_a_run_killed_before_its_first_snapshot_starts_over_with_its_files_as_th
     )
     folder, work = tmp_path / "run", tmp_path / "work"
     request = SnapshotRequest(
-        folder=str(folder / "snapshots"),
-        every_s=0.0,
-        resume=True,
-        may_be_first=True,
-        identity={"script": script.name},
+        folder=str(folder / "snapshots"), every_s=0.0, resume=True, may_be_first=True, identity={"script": script.name}
     )
     code, text = lives(script, folder, die_at=1, at=work, snapshots=request)
     assert code == -signal.SIGKILL, text
@@ -355,14 +350,7 @@ def test_a_module_of_a_package_is_resumed(tmp_path: Path, monkeypatch: pytest.Mo
         + "from . import steps\nfor epoch in range(3):\n    for a, b in loader: steps.append(step(a, b))\nresult(steps)\n"
     )
     monkeypatch.chdir(tmp_path)
-    named: dict[str, Any] = {"target": "pack.train", "kind": "module"}
-    _, text = lives(package / "train.py", tmp_path / "whole", snapshots=None, **named)
-    assert lives(package / "train.py", tmp_path / "run", die_at=13, **named)[0] == -signal.SIGKILL
-
-    code, again = lives(package / "train.py", tmp_path / "run", resume=True, **named)
-
-    assert code == 0, again
-    assert result_of(again) == result_of(text)
+    killed_and_resumed(package / "train.py", tmp_path, target="pack.train", kind="module")
 
 
 @pytest.mark.slow
@@ -377,13 +365,7 @@ def test_a_loop_in_a_package_of_the_working_folder_is_resumed(tmp_path: Path) ->
     loops = "    for epoch in range(3):\n        for a, b in loader: seen.append(step(a, b))\n"
     body = f"def fit(step, loader):\n    seen = []\n{loops}    return seen\n"
     (tmp_path / "lib_beside.py").write_text(body, encoding="utf-8")
-    _, text = lives(script, tmp_path / "whole", snapshots=None, at=tmp_path)
-    assert lives(script, tmp_path / "run", die_at=13, at=tmp_path)[0] == -signal.SIGKILL
-
-    code, again = lives(script, tmp_path / "run", resume=True, at=tmp_path)
-
-    assert code == 0, again
-    assert result_of(again) == result_of(text)
+    killed_and_resumed(script, tmp_path, at=tmp_path)
 
 
 @pytest.mark.slow
@@ -427,10 +409,7 @@ def test_a_save_that_is_due_does_not_wait_for_a_slow_disk(
     code, text = lives(written(body), tmp_path / "run", every_s=1e-6)
 
     assert code == 0, text
-    record = read_record(tmp_path / "run" / "record.json")
-    assert isinstance(record, RunRecord)
-    assert record.snapshots is not None
-    assert record.snapshots.saved == 1
+    assert existing(record_at(tmp_path / "run" / "record.json", RunRecord).snapshots).saved == 1
 
 
 SECRETS = """
@@ -452,18 +431,11 @@ def test_no_secret_is_in_a_snapshot(written: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HF_TOKEN", secrets[1])
     (tmp_path / "password").write_text(secrets[2])
     script = written(SECRETS.replace("FILE", repr(str(tmp_path / "password"))))
-    words = {"arguments": ("--api-key", secrets[0])}
-    code, text = lives(script, tmp_path / "whole", snapshots=None, **words)
-    assert code == 0, text
-    assert lives(script, tmp_path / "run", die_at=13, **words)[0] == -signal.SIGKILL
+    words: dict[str, Any] = {"arguments": ("--api-key", secrets[0])}
+    killed_and_resumed(script, tmp_path, **words)
     files = [path for path in (tmp_path / "run" / "snapshots").rglob("*") if path.is_file()]
     assert [path for path in files for secret in secrets if secret.encode() in path.read_bytes()] == []
     assert {path.stat().st_mode & 0o077 for path in files if path.suffix == ".safetensors"} == {0}
-
-    code, again = lives(script, tmp_path / "run", resume=True, **words)
-
-    assert code == 0, again
-    assert result_of(again) == result_of(text)
     monkeypatch.delenv("HF_TOKEN")
     code, refused = lives(script, tmp_path / "run", resume=True, **words)
     assert code == SnapshotError.exit_code

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import TapeRequest
+from helpers_predict import taped
 
 SCRIPT = """
 import torch
@@ -39,23 +38,19 @@ SESSION = """with session.autocast():
 
 
 @pytest.mark.parametrize(
-    ("made", "step"),
+    ("made", "step", "policy"),
     [
-        ("scaler = torch.amp.GradScaler('cpu')", OWN),
-        ("scaler = torch.amp.GradScaler('cpu', 65536.0, 2.0, 0.5, 2000, True)", OWN),
-        ("", OFF),
-        ("session = mezzo.Session(model, optimizer, policy='fp16')", SESSION),
+        ("scaler = torch.amp.GradScaler('cpu')", OWN, "fp32"),
+        ("scaler = torch.amp.GradScaler('cpu', 65536.0, 2.0, 0.5, 2000, True)", OWN, "bf16"),
+        ("", OFF, "bf16"),
+        ("session = mezzo.Session(model, optimizer, policy='fp16')", SESSION, "bf16"),
+        ("session = mezzo.Session(model, optimizer, policy='fp16')", SESSION, "fp32"),
     ],
 )
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_products_are_those_of_the_script_without_it(made: str, step: str, policy: str, tmp_path: Path) -> None:
     kinds = []
-    for name, words in (("plain.py", ("", PLAIN)), ("own.py", (made, step))):
-        path = tmp_path / name
-        path.write_text(SCRIPT.format(made=words[0], step=words[1]))
-        request = TapeRequest(script=str(path), arguments=(), policy=policy, steps=2)
-        tape = record_script(request).tape
-        assert tape is not None
+    for words in ({"made": "", "step": PLAIN}, {"made": made, "step": step}):
+        tape = taped(tmp_path, SCRIPT.format(**words), policy=policy, steps=2)
         kinds.append([(op.name, op.format, op.flops) for op in tape.operations if op.flops])
     assert kinds[0] == kinds[1]
     assert {form for _, form, _ in kinds[1]} == {policy}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers_predict import tape_of
 from mezzo.errors import ScriptError
 from mezzo.measure.predict.script import batches as script_data
 from mezzo.measure.predict.script import tapes
@@ -58,8 +59,7 @@ def traced(path: str, *, numbers_first: bool) -> ScriptTape:
 
 
 def parameters_bytes(made: ScriptTape) -> int:
-    assert made.tape is not None
-    return sum(block.size_bytes for block in made.tape.blocks if block.kind == "parameters")
+    return sum(block.size_bytes for block in tape_of(made).blocks if block.kind == "parameters")
 
 
 def test_numbers_first_is_a_tape_of_the_model_that_the_data_ask_for(tmp_path: Path) -> None:
@@ -70,9 +70,7 @@ def test_numbers_first_is_a_tape_of_the_model_that_the_data_ask_for(tmp_path: Pa
 
 def test_both_ways_give_the_same_tape(tmp_path: Path) -> None:
     path = script(tmp_path, classes="3")
-    with_numbers, without = traced(path, numbers_first=True).tape, traced(path, numbers_first=False).tape
-    assert with_numbers is not None
-    assert without is not None
+    with_numbers, without = (tape_of(traced(path, numbers_first=first)) for first in (True, False))
     assert with_numbers.operations == without.operations
     assert with_numbers.blocks == without.blocks
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers_predict import taped
 from mezzo.measure.predict.script.devices import gpu_on_cpu
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
@@ -32,6 +33,11 @@ for step in range(4):
     {after}
 """
 NONE = {"before": "", "model": "", "factory": "", "data": "", "after": "pass"}
+CUDA = {"model": ".cuda()", "data": ".cuda()"}
+AFTERWARDS = "torch.cuda.synchronize(); 1 / (1 + torch.cuda.max_memory_allocated()); torch.cuda.empty_cache()"
+BEGIN = "begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]; begin.record()"
+END = "end.record(); torch.cuda.current_stream().wait_event(end); 1 / begin.elapsed_time(end)"
+BESIDE = "\n    with torch.cuda.stream(side):\n        side.wait_stream(torch.cuda.current_stream())"
 WAYS: dict[str, dict[str, str]] = {
     "cuda()": {"model": ".cuda()", "data": ".cuda(non_blocking=True)"},
     "cuda(0)": {"model": ".cuda(0)", "data": ".cuda(0)"},
@@ -45,24 +51,9 @@ WAYS: dict[str, dict[str, str]] = {
     "default device": {"before": 'torch.set_default_device("cuda")'},
     "other accelerators": {"model": '.to("mps")', "data": '.to("xpu:1")'},
     "pinned": {"model": ".cuda()", "data": ".pin_memory().cuda()"},
-    "questions": {
-        "before": "torch.cuda.set_device(0); torch.cuda.manual_seed_all(1)",
-        "model": ".cuda()",
-        "data": ".cuda()",
-        "after": "torch.cuda.synchronize(); 1 / (1 + torch.cuda.max_memory_allocated()); torch.cuda.empty_cache()",
-    },
-    "events": {
-        "before": "begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]; begin.record()",
-        "model": ".cuda()",
-        "data": ".cuda()",
-        "after": "end.record(); torch.cuda.current_stream().wait_event(end); 1 / begin.elapsed_time(end)",
-    },
-    "streams": {
-        "before": "side = torch.cuda.Stream()",
-        "model": ".cuda()",
-        "data": ".cuda()",
-        "after": "\n    with torch.cuda.stream(side):\n        side.wait_stream(torch.cuda.current_stream())",
-    },
+    "questions": {**CUDA, "before": "torch.cuda.set_device(0); torch.cuda.manual_seed_all(1)", "after": AFTERWARDS},
+    "events": {**CUDA, "before": BEGIN, "after": END},
+    "streams": {**CUDA, "before": "side = torch.cuda.Stream()", "after": BESIDE},
 }
 
 SEEN: dict[str, dict[str, str]] = {
@@ -114,42 +105,31 @@ CALLS: dict[str, str] = {
 
 DEVICE = {"model": ".to(device)", "data": ".to(device, non_blocking=True)"}
 """Of a script that asks first; each of these has the tape of the script for a CPU."""
-ASKING: dict[str, dict[str, str]] = {
-    "by choice": {**DEVICE, "before": 'device = "cuda" if torch.cuda.is_available() else "cpu"'},
-    "by object": {**DEVICE, "before": 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'},
-    "asserted": {**DEVICE, "before": 'assert torch.cuda.is_available(); device = "cuda"'},
-    "exits": {**DEVICE, "before": 'import sys; torch.cuda.is_available() or sys.exit("needs a GPU"); device = 0'},
-    "accelerator": {
-        **DEVICE,
-        "before": "assert torch.accelerator.is_available(); device = torch.accelerator.current_accelerator()",
-        "after": "torch.accelerator.synchronize()",
-    },
-    "one GPU": {
-        **DEVICE,
-        "before": "n = torch.cuda.device_count(); device = list(range(n))[-1]",
-        "after": "assert n == 1 and torch.cuda.current_device() == 0",
-    },
-    "properties": {
-        **DEVICE,
-        "before": "p = torch.cuda.get_device_properties(0); device = 'cuda'; "
-        "print(torch.cuda.get_device_name(), p.name, p.multi_processor_count)",
-        "after": "assert p.total_memory == torch.cuda.mem_get_info()[1] >= torch.cuda.max_memory_allocated()",
-    },
-    "capability": {
-        **DEVICE,
-        "before": "device = 'cuda'; assert torch.cuda.get_device_capability() >= (8, 0) and 'sm_80' in torch.cuda.get_arch_list()",
-    },
-    "random state": {
-        **DEVICE,
-        "before": "device = 'cuda'; state = torch.cuda.get_rng_state_all(); torch.cuda.set_rng_state_all(state)",
-        "after": "\n    with torch.random.fork_rng():\n        pass",
-    },
-    "memory": {
-        **DEVICE,
-        "before": "device = 'cuda'; torch.cuda.init(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()",
-        "after": "torch.cuda.synchronize(); torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[0]",
-    },
+CHOSEN = '"cuda" if torch.cuda.is_available() else "cpu"'
+FACTS = "p = torch.cuda.get_device_properties(0); print(torch.cuda.get_device_name(), p.name, p.multi_processor_count)"
+STATE = "state = torch.cuda.get_rng_state_all(); torch.cuda.set_rng_state_all(state)"
+RESET = "torch.cuda.init(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()"
+ACCELERATOR = "assert torch.accelerator.is_available(); device = torch.accelerator.current_accelerator()"
+ABLE = "assert torch.cuda.get_device_capability() >= (8, 0) and 'sm_80' in torch.cuda.get_arch_list()"
+USED = "torch.cuda.synchronize(); torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[0]"
+WITHIN = "assert p.total_memory == torch.cuda.mem_get_info()[1] >= torch.cuda.max_memory_allocated()"
+FORKED = "\n    with torch.random.fork_rng():\n        pass"
+BEFORE: dict[str, tuple[str, str]] = {
+    "by choice": (f"device = {CHOSEN}", "pass"),
+    "by object": (f"device = torch.device({CHOSEN})", "pass"),
+    "asserted": ('assert torch.cuda.is_available(); device = "cuda"', "pass"),
+    "exits": ('import sys; torch.cuda.is_available() or sys.exit("needs a GPU"); device = 0', "pass"),
+    "accelerator": (ACCELERATOR, "torch.accelerator.synchronize()"),
+    "one GPU": (
+        "n = torch.cuda.device_count(); device = list(range(n))[-1]",
+        "assert n == 1 and torch.cuda.current_device() == 0",
+    ),
+    "properties": (f"device = 'cuda'; {FACTS}", WITHIN),
+    "capability": (f"device = 'cuda'; {ABLE}", "pass"),
+    "random state": (f"device = 'cuda'; {STATE}", FORKED),
+    "memory": (f"device = 'cuda'; {RESET}", USED),
 }
+ASKING = {name: {**DEVICE, "before": before, "after": after} for name, (before, after) in BEFORE.items()}
 AUTOCAST = """
 use = torch.cuda.is_available()
 dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -171,59 +151,50 @@ def default_type() -> Iterator[None]:
 
 
 def traced(folder: Path, *, policy: str = "fp16", **parts: str) -> list[Any]:
-    path = folder / "train.py"
-    path.write_text(SCRIPT.format(**{**NONE, **parts}), encoding="utf-8")
     try:
-        found = record_script(TapeRequest(script=str(path), arguments=[], policy=policy))
+        tape = taped(folder, SCRIPT.format(**{**NONE, **parts}), policy=policy)
     finally:
         torch.set_default_device(None)  # the trace ends inside the script's loop
-    assert found.error == ""
-    assert found.tape is not None
-    return [(op.name, op.phase, op.module, op.format, op.shape) for op in found.tape.operations]
+    return [(op.name, op.phase, op.module, op.format, op.shape) for op in tape.operations]
 
 
-@pytest.mark.parametrize("parts", WAYS.values(), ids=WAYS)
-def test_a_script_for_a_gpu_has_the_tape_of_one_for_a_cpu(parts: dict[str, str], tmp_path: Path) -> None:
-    assert traced(tmp_path, **parts) == traced(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return the tape of the script for a CPU."""
+    return traced(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("parts", ASKING.values(), ids=ASKING)
-def test_a_script_that_asks_for_a_gpu_first_has_the_tape_of_one_for_a_cpu(
-    parts: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("parts", [*WAYS.values(), *ASKING.values()], ids=[*WAYS, *(f"asks {n}" for n in ASKING)])
+def test_a_script_for_a_gpu_has_the_tape_of_one_for_a_cpu(
+    parts: dict[str, str], plain: list[Any], tmp_path: Path
 ) -> None:
-    assert traced(tmp_path, **parts) == traced(tmp_path)
+    assert traced(tmp_path, **parts) == plain
 
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+@pytest.mark.usefixtures("default_type")
 @pytest.mark.parametrize("parts", SEEN.values(), ids=SEEN)
-def test_what_a_script_sees_of_its_place_is_its_gpu(parts: dict[str, str], tmp_path: Path, default_type: None) -> None:
-    assert traced(tmp_path, **{"model": ".cuda()", "data": ".cuda()", **parts}) == traced(tmp_path)
+def test_what_a_script_sees_of_its_place_is_its_gpu(parts: dict[str, str], plain: list[Any], tmp_path: Path) -> None:
+    assert traced(tmp_path, **{"model": ".cuda()", "data": ".cuda()", **parts}) == plain
 
 
 def test_without_a_gpu_it_sees_the_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
     after = "assert not a.is_cuda and str(a.device) == 'cpu' and torch.device('cuda').type == 'cpu'"
-    path.write_text(SCRIPT.format(**{**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}), encoding="utf-8")
-    found = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_present=False))
-    assert found.tape is not None
+    parts = {**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}
+    taped(tmp_path, SCRIPT.format(**parts), gpu_present=False)
 
 
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
-def test_what_a_script_calls_of_a_gpu_does_nothing(calls: str, tmp_path: Path) -> None:
-    assert traced(tmp_path, model=".cuda()", data=".cuda()", after=calls) == traced(tmp_path)
+def test_what_a_script_calls_of_a_gpu_does_nothing(calls: str, plain: list[Any], tmp_path: Path) -> None:
+    assert traced(tmp_path, model=".cuda()", data=".cuda()", after=calls) == plain
 
 
 def test_every_function_of_torch_cuda_is_answered() -> None:
     """Those that are left need no GPU, or make no sense without numbers."""
     left = {"check_error", "cudaStatus", "CudaError", "DeferredCudaCallError", "default_generators", "GreenContext"}
     left |= {"CUDAPluggableAllocator", "change_current_allocator", "has_half", "has_magma"}
-    left |= {
-        "caching_allocator_alloc",
-        "caching_allocator_delete",
-        "current_solver_handle",
-        "manual_seed",
-        "manual_seed_all",
-    }
+    left |= {"caching_allocator_alloc", "caching_allocator_delete", "current_solver_handle"}
+    left |= {"manual_seed", "manual_seed_all"}
     public = {name for name in torch.cuda.__all__ if not name.endswith(("Tensor", "Storage"))}
     modules = {name for name in public if isinstance(getattr(torch.cuda, name), ModuleType)}
     own = {name: getattr(torch.cuda, name) for name in public}

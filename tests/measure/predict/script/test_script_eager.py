@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
+from helpers_predict import recorded, tape_of
+from mezzo.measure.predict.script.tapes import ScriptTape
 
 SCRIPT = """
 import torch
@@ -26,12 +27,9 @@ for step in range(4):
 """
 
 
-def _taped(
-    tmp_path: Path, *, before: str = "", made: str = "", inside: str = "", capturable: bool = False
-) -> ScriptTape:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(before=before, made=made, inside=inside, capturable=capturable), encoding="utf-8")
-    return record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
+def _recorded(folder: Path, **parts: Any) -> ScriptTape:
+    known = {"before": "", "made": "", "inside": "", "capturable": False}
+    return recorded(folder, SCRIPT.format(**known | parts))
 
 
 @pytest.mark.parametrize(
@@ -52,9 +50,7 @@ def test_what_is_compiled_has_the_tape_of_what_is_not(
     parts: dict[str, object], names: list[str], tmp_path: Path
 ) -> None:
     own = torch.compile
-    plain, found = _taped(tmp_path), _taped(tmp_path, **parts)  # type: ignore[arg-type]
+    plain, found = _recorded(tmp_path), _recorded(tmp_path, **parts)
     assert torch.compile is own
-    assert found.tape is not None
-    assert plain.tape is not None
-    assert found.tape.operations == plain.tape.operations
+    assert tape_of(found).operations == tape_of(plain).operations
     assert (plain.compiles, found.compiles) == ([], names)

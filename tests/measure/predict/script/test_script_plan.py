@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers_values import existing
 from mezzo.errors import ScriptError, UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.plan import predict
@@ -83,8 +84,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
     assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
     assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
     assert _said(plan, "other batch sizes").startswith("follow: ")
-    wanted = record_script(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
-    assert wanted is not None
+    wanted = existing(record_script(TapeRequest(script=script, arguments=["32"], policy=policy)).tape)
     found = plan.tapes[policy].at(32)
     assert _cost(found) == _cost(wanted)
     assert found.events == wanted.events
@@ -220,8 +220,7 @@ def test_the_size_is_found_where_the_script_sets_it(
         PLAIN.format(sizes=sizes.replace("48", "96"), size=size.replace("48", "96"), hidden=hidden), encoding="utf-8"
     )
     words = [word.replace("48", "96") for word in arguments]
-    wanted = record_script(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
-    assert wanted is not None
+    wanted = existing(record_script(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape)
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
 
@@ -248,59 +247,27 @@ for step in range(10):
 _JSON = '{"lr": 48,\n "train": {"batch": 48},\n "eval": {"batch": 48}}'
 
 
+_TRAINED, _BY_PATH = "settings['train']['batch']", "json.loads(pathlib.Path('c.json').read_text())"
+_CLASS = "class Settings:\n    batch_size = 48\n"
+_WIDTH = "width: 48\ndata:\n  batch_size: 48  # 48\n"
+_INI = "configparser.ConfigParser()\nsettings.read('c.ini')"
+_FEATURES = (
+    "yaml.safe_load(read('c.yaml'))\nnn.Linear = lambda a, b, f=nn.Linear: f(a, settings['batch_norm_features'] if b == 48 else b)"
+    " if a == 20 else f(settings['batch_norm_features'], b)"
+)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "imports", "settings", "size", "where"),
     [
-        (
-            "config.json",
-            _JSON,
-            "json",
-            "json.loads(read('config.json'))",
-            "settings['train']['batch']",
-            "config.json:2, config.json:3",
-        ),
-        (
-            "config.json",
-            _JSON,
-            "json, pathlib",
-            "json.loads(pathlib.Path('config.json').read_text())",
-            "settings['train']['batch']",
-            "config.json:2, config.json:3",
-        ),
-        (  # the width is a setting, too, whose name says so
-            "c.yaml",
-            "width: 48\ndata:\n  batch_size: 48  # 48\n",
-            "yaml",
-            "yaml.safe_load(read('c.yaml'))",
-            "settings['data']['batch_size']",
-            "c.yaml:3",
-        ),
-        (
-            "c.ini",
-            "[data]\nbatch = 48\n",
-            "configparser",
-            "configparser.ConfigParser()\nsettings.read('c.ini')",
-            "settings.getint('data', 'batch')",
-            "c.ini:2",
-        ),
+        ("c.json", _JSON, "json", "json.loads(read('c.json'))", _TRAINED, "c.json:2, c.json:3"),
+        ("c.json", _JSON, "json, pathlib", _BY_PATH, _TRAINED, "c.json:2, c.json:3"),
+        # the width is a setting, too, whose name says so
+        ("c.yaml", _WIDTH, "yaml", "yaml.safe_load(read('c.yaml'))", "settings['data']['batch_size']", "c.yaml:3"),
+        ("c.ini", "[data]\nbatch = 48\n", "configparser", _INI, "settings.getint('data', 'batch')", "c.ini:2"),
         # both settings together change the model, each alone says which is the batch's
-        (
-            "c.yaml",
-            "batch_norm_features: 48\nbatch: 48\n",
-            "yaml",
-            "yaml.safe_load(read('c.yaml'))\nnn.Linear = lambda a, b, f=nn.Linear: f(a, settings['batch_norm_features'] if b == 48 else b)"
-            " if a == 20 else f(settings['batch_norm_features'], b)",
-            "settings['batch']",
-            "c.yaml:2",
-        ),
-        (
-            "own_settings.py",
-            "class Settings:\n    batch_size = 48\n",
-            "own_settings",
-            "own_settings.Settings",
-            "settings.batch_size",
-            "own_settings.py:2",
-        ),
+        ("c.yaml", "batch_norm_features: 48\nbatch: 48\n", "yaml", _FEATURES, "settings['batch']", "c.yaml:2"),
+        ("own.py", _CLASS, "own", "own.Settings", "settings.batch_size", "own.py:2"),
         ("c.json", '{"rows": 48}', "json", "json.loads(read('c.json'))", "settings['rows']", ""),
     ],
 )
@@ -341,8 +308,7 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
         lines[number - 1] = lines[number - 1].replace("48", "96")
         text = "\n".join(lines)
     Path(file).write_text(text, encoding="utf-8")
-    wanted = alone(TapeRequest(script="train.py", arguments=[], policy="fp32")).tape
-    assert wanted is not None
+    wanted = existing(alone(TapeRequest(script="train.py", arguments=[], policy="fp32")).tape)
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
 
@@ -375,8 +341,7 @@ def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
     script = _script(tmp_path, SLICES)
     plan = script_plan(script, ["{batch}"], ["fp32"], batch=16)
     assert plan.batch == 16
-    other = plan.tapes["fp32"].second
-    assert other is not None
+    other = existing(plan.tapes["fp32"].second)
     assert other.batch == 8
     with pytest.raises(UsageError, match=r"arguments contain {batch}, but --batch is missing"):
         script_plan(script, ["{batch}"], ["fp32"])
@@ -507,15 +472,13 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
         text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
         path = tmp_path / f"train{batch}.py"
         path.write_text(text)
-        wanted = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
-        assert wanted is not None
+        wanted = existing(record_script(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape)
         found = plan.tapes["fp32"].at(batch)
         for one, other in zip(found.operations, wanted.operations, strict=True):
             assert (one.name, one.flops, one.shape) == (other.name, other.flops, other.shape)
             assert one.written_bytes == other.written_bytes
         assert [block.size_bytes for block in found.blocks] == [block.size_bytes for block in wanted.blocks]
-    largest = predict(plan.tapes, gpu_named("t4"), "fp32", batch=8, channels_last=False).largest_batch
-    assert largest is not None
+    largest = existing(predict(plan.tapes, gpu_named("t4"), "fp32", batch=8, channels_last=False).largest_batch)
     assert 4 * largest**2 < 16 * 2**30
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.measure.predict.script.process import record_script
+from helpers_predict import kept_bytes, recorded, tape_of
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
-from mezzo.measure.predict.tape_memory import bytes_by_kind
 
 SCRIPT = """
 import os
@@ -40,18 +39,12 @@ DDP = "model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])"
 WEIGHTS = 8 * 16 + 16 + 16 * 2 + 2
 
 
-def _taped(tmp_path: Path, *, launched: bool = False, **parts: str) -> ScriptTape:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
-    request = TapeRequest(script=str(path), arguments=(), policy="fp32", launched=launched)
-    made = record_script(request)
-    assert made.tape is not None
-    return made
+def _recorded(tmp_path: Path, *, launched: bool = False, **parts: str) -> ScriptTape:
+    return recorded(tmp_path, SCRIPT.format(**{**PLAIN, **parts}), launched=launched)
 
 
 def _operations(made: ScriptTape) -> list[tuple[object, ...]]:
-    assert made.tape is not None
-    return [(op.name, op.phase, op.format, op.shape) for op in made.tape.operations]
+    return [(op.name, op.phase, op.format, op.shape) for op in tape_of(made).operations]
 
 
 @pytest.mark.parametrize(
@@ -71,30 +64,28 @@ def _operations(made: ScriptTape) -> list[tuple[object, ...]]:
     ],
 )
 def test_one_process_runs_what_a_script_for_one_gpu_runs(parts: dict[str, str], tmp_path: Path) -> None:
-    assert _operations(_taped(tmp_path, **parts)) == _operations(_taped(tmp_path))
+    assert _operations(_recorded(tmp_path, **parts)) == _operations(_recorded(tmp_path))
     assert not torch.distributed.is_initialized()
 
 
 def test_a_script_finds_the_files_beside_it_before_all_others(tmp_path: Path) -> None:
     path = list(sys.path)
-    _taped(tmp_path, before=f"import sys; assert sys.path == {[str(tmp_path.resolve()), *path[1:]]!r}")
+    _recorded(tmp_path, before=f"import sys; assert sys.path == {[str(tmp_path.resolve()), *path[1:]]!r}")
     assert sys.path == path
 
 
 @pytest.mark.parametrize(("view", "buckets"), [("False", 4 * WEIGHTS), ("True", 0)])
 def test_gradients_lie_in_buckets_as_well(view: str, buckets: int, tmp_path: Path) -> None:
     wrap = DDP.replace("])", f"], gradient_as_bucket_view={view})")
-    tape = _taped(tmp_path, begin=JOIN, wrap=wrap).tape
-    assert tape is not None
-    found = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
+    found = kept_bytes(tape_of(_recorded(tmp_path, begin=JOIN, wrap=wrap)))
     assert (found["parameters"], found.get("buffers", 0)) == (4 * WEIGHTS, buckets)
 
 
 @pytest.mark.slow
 def test_a_launcher_is_stood_in_for_where_the_script_needs_one(tmp_path: Path) -> None:
     before = dict(os.environ)
-    made = _taped(tmp_path, launched=True, **BY_LAUNCHER)
+    made = _recorded(tmp_path, launched=True, **BY_LAUNCHER)
     assert dict(os.environ) == before
     (found,) = recorded_tapes([TapeRequest(script=str(tmp_path / "train.py"), arguments=(), policy="fp32")])
     assert found.launched
-    assert _operations(found) == _operations(made) == _operations(_taped(tmp_path))
+    assert _operations(found) == _operations(made) == _operations(_recorded(tmp_path))

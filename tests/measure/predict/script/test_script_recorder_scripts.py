@@ -11,9 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.measure.predict.script.process import record_script
+from helpers_predict import recorded, tape_of
 from mezzo.measure.predict.script.recorder import copies_without_numbers
-from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 
 HEAD = """
 import torch
@@ -49,25 +48,18 @@ for _ in range(STEPS):
 """
 
 
-def _taped(tmp_path: Path, text: str, policy: str = "fp32") -> ScriptTape:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return record_script(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
-
-
 @pytest.mark.parametrize(("body", "batch"), [(META, 6), (EACH_SAMPLE, 12)])
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_what_torch_func_computes_is_recorded(tmp_path: Path, body: str, batch: int, policy: str) -> None:
     """The FLOPs are those that torch counts in a step of the script by itself."""
     script = HEAD + body
-    made = _taped(tmp_path, script.replace("STEPS", "4"), policy)
-    assert made.tape is not None
+    made = recorded(tmp_path, script.replace("STEPS", "4"), policy=policy, steps=2)
     assert made.batch == batch
     counter = FlopCounterMode(display=False)
     with counter:
         exec(compile(script.replace("STEPS", "1"), "train.py", "exec"), {"__name__": "__main__"})
-    assert sum(op.flops for op in made.tape.operations) == counter.get_total_flops()
-    parameters = sum(block.size_bytes for block in made.tape.blocks if block.kind == "parameters")
+    assert sum(op.flops for op in tape_of(made).operations) == counter.get_total_flops()
+    parameters = sum(block.size_bytes for block in tape_of(made).blocks if block.kind == "parameters")
     assert parameters == 4 * (3 * 16 + 16 + 16 * 2 + 2)
 
 
@@ -90,9 +82,7 @@ for _ in range(4):
 
 def test_a_distribution_does_not_judge_numbers_that_are_not_there(tmp_path: Path) -> None:
     checks = torch.distributions.Distribution._validate_args
-    made = _taped(tmp_path, SAMPLED)
-    assert made.tape is not None
-    assert made.batch == 8
+    assert recorded(tmp_path, SAMPLED, steps=2).batch == 8
     assert torch.distributions.Distribution._validate_args == checks
 
 
@@ -119,10 +109,9 @@ for step in range(4):
 
 
 def test_windows_that_begin_anywhere_averaged_weights_and_printed_losses(tmp_path: Path) -> None:
-    made = _taped(tmp_path, WINDOWS)
-    assert made.tape is not None
+    made = recorded(tmp_path, WINDOWS, steps=2)
     assert made.batch == 8
-    assert {op.shape.rows for op in made.tape.operations if op.name == "addmm"} == {8 * 32}
+    assert {op.shape.rows for op in tape_of(made).operations if op.name == "addmm"} == {8 * 32}
 
 
 def test_a_copy_without_numbers_is_what_a_copy_is() -> None:
@@ -132,16 +121,11 @@ def test_a_copy_without_numbers_is_what_a_copy_is() -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         model[0].bias.requires_grad_(False)
         tied = copy.deepcopy([model, model[0].weight])
-    for made, wanted in zip(
-        tied[0].state_dict(keep_vars=True).items(), whole.state_dict(keep_vars=True).items(), strict=True
-    ):
-        (name, found), (own, tensor) = made, wanted
-        assert (name, found.shape, found.dtype, found.requires_grad) == (
-            own,
-            tensor.shape,
-            tensor.dtype,
-            tensor.requires_grad,
-        )
-        assert isinstance(found, nn.Parameter) == isinstance(tensor, nn.Parameter)
+
+    def facts(model: nn.Module) -> list[tuple[object, ...]]:
+        state = model.state_dict(keep_vars=True).items()
+        return [(name, t.shape, t.dtype, t.requires_grad, isinstance(t, nn.Parameter)) for name, t in state]
+
+    assert facts(tied[0]) == facts(whole)
     assert tied[1] is tied[0][0].weight
     assert tied[1] is not model[0].weight

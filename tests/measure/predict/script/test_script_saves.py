@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.tapes import TapeRequest
+from helpers_predict import recorded
 
 SCRIPT = """
 import io
@@ -35,10 +34,7 @@ WAYS = {
 
 @pytest.mark.parametrize("saved", WAYS.values(), ids=WAYS)
 def test_a_file_is_left_alone_and_what_was_saved_is_loaded(saved: str, tmp_path: Path) -> None:
-    path, kept = tmp_path / "train.py", tmp_path / "model.pt"
+    kept = tmp_path / "model.pt"
     kept.write_bytes(b"of an earlier run")
-    path.write_text(SCRIPT.format(saved=saved.replace("FILE", repr(str(kept)))), encoding="utf-8")
-    made = record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
-    assert made.tape is not None
-    assert made.num_steps == 2
+    assert recorded(tmp_path, SCRIPT.format(saved=saved.replace("FILE", repr(str(kept))))).num_steps == 2
     assert kept.read_bytes() == b"of an earlier run"

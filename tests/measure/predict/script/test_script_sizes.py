@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.predict.script.process import record_script
+from helpers_predict import recorded
 from mezzo.measure.predict.script.recorder import largest_sizes
-from mezzo.measure.predict.script.tapes import TapeRequest
 
 SCRIPT = """
 import torch
@@ -51,8 +50,4 @@ def test_a_size_is_that_of_numbers_that_keep_all(computed: Callable[[Tensor], Te
 
 
 def test_the_lines_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    made = record_script(TapeRequest(script=str(path), arguments=(), policy="fp32", steps=2))
-    assert made.tape is not None
-    assert made.sized_at == ["train.py:5", "train.py:10"]
+    assert recorded(tmp_path, SCRIPT, steps=2).sized_at == ["train.py:5", "train.py:10"]
