@@ -376,7 +376,7 @@ def final_loss(policy: str, kind: str, rounding: str) -> float:
 @pytest.mark.slow
 def test_training_with_fewer_bits_ends_near_fp32() -> None:
     exact = final_loss("fp32", "fp32", "nearest")
-    # benchmarks/low_memory.py has more cases and seeds; these are the bounds that a broken rounding would leave.
+    # python -m benchmarks low_memory has more cases and seeds; these are the bounds that a broken rounding would leave.
     limits = {
         ("fp32", "bf16", "nearest"): 1.03,
         ("fp32", "8bit", "nearest"): 1.10,

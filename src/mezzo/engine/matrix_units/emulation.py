@@ -3,7 +3,7 @@
 A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24
 bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
 gives the same numbers up to the order of the FP32 sums: at least 99.7% of elements are bit-identical to native
-half kernels, the rest differ by one unit in the last place (``benchmarks/emulation.py``). The gradients with respect
+half kernels, the rest differ by one unit in the last place (``python -m benchmarks emulation``). The gradients with respect
 to both operands are such products too and are rounded likewise, and so are gradients of gradients.
 
 For the backward pass the 16-bit operands are kept, as on a GPU: FP32 copies are temporary. Operations with

@@ -220,7 +220,7 @@ def longer_of(device_s: Any, host_s: Any) -> Any:
     return (device_s**4 + host_s**4) ** 0.25
 
 
-# ``benchmarks/predict_fit.py`` writes that file from public measurements. The errors are measured on GPUs of an architecture that
+# ``python -m benchmarks predict_fit`` writes that file from public measurements. The errors are measured on GPUs of an architecture that
 # was left out of the fit.
 
 
