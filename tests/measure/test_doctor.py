@@ -44,7 +44,7 @@ BEGIN_BF16 = (
 BEGIN_FP16 = (
     "the 16-bit format to begin with",
     "mezzo run --policy fp16",
-    "it is the only one that a GPU computes in natively; its dynamic loss scale keeps small gradients from becoming zero",
+    "it is a GPU's only native 16-bit format; its dynamic loss scale keeps small gradients from becoming zero",
 )
 TF32_REASON = (
     "a GPU has matrix units for it: FP32 operands are read with 10 instead of 23 mantissa bits,"
