@@ -105,7 +105,7 @@ HOW = {
     "A401": "`mezzo audit` records the operations of `optimizer.step()`: here one wrote into a 16-bit parameter."
     + _EVERY,
     "A402": (
-        "`mezzo audit` compares each operation of the forward pass with the portable op lists: here one that they "
+        "`mezzo audit` compares each operation of the forward pass with the portable op lists: here an operation that they "
         "keep in FP32 read a 16-bit operand and returned a 16-bit result. Operations with an FP32 result do not count: CUDA's "
         "autocast computes many in FP32 from 16-bit operands. Nor do `cross_entropy`, which the lists leave in its operand's format, "
         "`interpolate`, whose kernels add only a few values, in FP32, and norms in BF16, whose kernels add up in FP32."
@@ -211,7 +211,8 @@ def planted(code: str) -> Finding:
     if code.startswith("A6"):
         from observe.lint.test_lint import PLANTED, linted
 
-        name = next(name for name, planted in PLANTED.items() if planted.code == code)
+        name = next((name for name, planted in PLANTED.items() if planted.code == code), "")
+        assert name, f"no line of tests/scripts/lint_planted.py ends with # {code}"
         found: Sequence[Finding] = linted("lint_planted", "as-is", name)
     elif code in _ON_CUDA:
         found = _ON_CUDA[code]()
@@ -220,7 +221,9 @@ def planted(code: str) -> Finding:
         from observe.audit.test_audit_findings import CASES
 
         found = audited("audit_cases", code, "planted", policy=CASES[code][0]).findings
-    return next(finding for finding in found if finding.code == code)
+    finding = next((finding for finding in found if finding.code == code), None)
+    assert finding is not None, f"Mezzo does not find {code} in its planted script, but {[f.code for f in found]}"
+    return finding
 
 
 def _on_cuda(**facts: object) -> Callable[[], list[Finding]]:

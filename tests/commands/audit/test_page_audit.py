@@ -49,7 +49,7 @@ def text_of(record: AuditRecord) -> str:
 
 def test_the_text_says_what_was_found_and_where(record: AuditRecord) -> None:
     text = text_of(record)
-    assert "Step 2 of audit_cases.py under as-is: " in text.splitlines()[0]
+    assert "Step 2 of x.py under as-is: " in text.splitlines()[0]
     assert "A103  a module opts out of autocast" in text
     assert "docs/findings/A103.md" in text
     assert "autocast is on when middle begins and off at" in text

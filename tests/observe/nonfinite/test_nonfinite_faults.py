@@ -373,7 +373,7 @@ def test_finite_suspects_let_all_later_steps_be_looked_at(
 def test_weights_that_an_update_made_infinite_are_named(tmp_path: Path) -> None:
     record = diagnosed("invalid_weights", AS_IS, tmp_path)
     assert place_of(record) == ("range_overflow", "0", "Adam.step", "update", 1)
-    assert record.detail.startswith("Adam.step() makes weights that are not finite: its eps of 1e-08 is 0 in FP16")
+    assert record.detail.startswith("Adam.step() makes weights that are not finite. Its eps of 1e-08 is 0 in FP16")
     assert (record.fix_tried, record.fix_line) == (True, "optimizer = Adam(..., eps=0.0001)")
 
 

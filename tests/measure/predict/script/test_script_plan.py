@@ -467,7 +467,7 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
     path = tmp_path / "train.py"
     path.write_text(PAIRS)
     plan = script_plan(str(path), [], ["fp32"])
-    assert "compare samples with each other, with its square" in _said(plan, "other batch sizes")
+    assert "compare samples with each other grow with its square" in _said(plan, "other batch sizes")
     for batch in (2, 32, 128):
         text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
         path = tmp_path / f"train{batch}.py"
