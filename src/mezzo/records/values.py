@@ -137,7 +137,7 @@ class Finding(Value):
     bytes: int = 0
     lines: list[str] = []
     severity: Severity = ""
-    """Of a misuse of the script's own mixed precision: training is wrong (error), may be wrong (warning), or is as it may be meant (info)."""
+    """Of a misuse of the script's own mixed precision: training is wrong (error), may be wrong (warning), or may be as meant (info)."""
     step: int | None = None
     """The first step in which it occurred."""
     count: int = 1
