@@ -80,7 +80,7 @@ KILLS ?= 200
 crash-test: $(TEST)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m crash_test --kills $(KILLS)
 
-# Which lines could be changed without a test noticing; an hour or so, and not part of CI. MUTANTS=--count=20 for a few.
+# Which lines could be changed without a test noticing; half an hour or so, and not part of CI. MUTANTS=--count=20 for a few.
 mutants: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt coverage
 	$(BIN)/python tests/mutants.py $(MUTANTS)
