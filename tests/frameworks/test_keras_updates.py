@@ -105,6 +105,6 @@ def test_strategies_of_several_processes_are_refused(name: str) -> None:
 
 def test_a_loop_on_jax_that_scales_nothing_is_refused_before_its_first_update() -> None:
     assert runs_of(JAX)("loop", FP16[0]) == {
-        "error": "a SGD gets gradients of a loss without a loss scale, which on JAX mezzo run adds only to the optimizer of compile; "
+        "error": "a SGD gets gradients of an unscaled loss: on JAX, mezzo run scales only for the optimizer of compile; "
         "allowed under a policy with a loss scale: a LossScaleOptimizer"
     }

@@ -141,7 +141,7 @@ def test_a_leaf_that_nothing_has_shown_is_refused_by_name() -> None:
         hidden.__set__(weight, False)
         F.cross_entropy(model(data()[0][0] * weight), data()[0][1]).backward()
 
-    with pytest.raises(ScriptError, match="takes gradients and that Mezzo has not seen"):
+    with pytest.raises(ScriptError, match="depends on an unknown tensor that takes gradients"):
         ran(train, SCALED)
 
 
