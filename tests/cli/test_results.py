@@ -61,7 +61,7 @@ def test_results_go_to_standard_output(
     files = f"{tmp_path / 'text' / 'record.json'}, {tmp_path / 'text' / 'report.html'}"
     assert headline in shown.out
     assert shown.out.endswith(f"record and report: {files}\n")
-    assert re.search(r"\nNext: [^\n]*\n  ([A-Z_]+=\S* )*(mezzo|python) [^\n]*\n", shown.out)
+    assert re.search(r"\nNext: [^\n]*\n  ([A-Z_]+=('[^']*'|\S*) )*(mezzo|python) [^\n]*\n", shown.out)
     said = re.sub(r"^(\{.*\}|step.*)\n", "", shown.err, flags=re.M)  # what the script prints here
     assert said.startswith(progress)
     assert headline not in said

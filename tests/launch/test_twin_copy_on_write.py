@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.twin import write_to_copies
+from mezzo.launch.twin import _own_folder, write_to_copies
 
 _CHILD = """
 import os, socket, sqlite3
@@ -52,6 +52,18 @@ def test_what_it_writes_is_seen_by_itself_alone(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         f"{name}.txt": name for name in ("kept", "gone", "moved")
     }
+
+
+def test_a_users_overlay_begins_where_nothing_of_others_is_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "own" / "deep"
+    inner.mkdir(parents=True)
+    monkeypatch.setattr("os.access", lambda path, _: str(path).startswith(str(tmp_path)))
+    assert _own_folder(str(inner), []) == str(tmp_path)
+    assert _own_folder(str(inner), [str(inner.parent)]) == str(inner.parent)  # a mount begins there
+    monkeypatch.setattr("os.getgid", lambda: -1)  # every folder is of another group
+    assert _own_folder(str(inner), []) == str(inner)
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

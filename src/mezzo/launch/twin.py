@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     os.nice(_NICE)
     request = Request.unpacked(argv[0])
     try:
-        write_to_copies()
+        write_to_copies(request.snapshots.folder if request.snapshots else "")
     except OSError as error:
         why = error.strerror or error
         print(f"mezzo: this system gives no process a file system of its own: {why}", file=sys.stderr)
@@ -59,8 +59,11 @@ def _copy_snapshot(request: Request) -> None:
 # The process gets mounts of its own, with an overlay over every folder. What it writes goes into memory and ends with it. Code in C is
 # covered too, which a patch of Python's functions would miss. What no overlay covers becomes read-only.
 #
-# Limits: Linux only; many containers forbid it; each file that changes is copied into memory, at most half of the machine's; devices, pipes
-# and signals are the real ones.
+# The copy of a file needs copies of the folders above it, up to the overlay, and a user who is not root can make none of another user or
+# group. So the user's overlays begin where nothing else is in between: around the current folder, the home, temporary files and results.
+#
+# Limits: Linux only; many containers forbid it; a user who is not root can write to no other folder there; each file that changes is
+# copied into memory, at most half of the machine's; devices, pipes and signals are the real ones.
 
 _SYSTEM = ("/proc", "/sys", "/dev")
 _MEMORY = "/dev/shm"
@@ -71,8 +74,11 @@ _SAME_FLAGS, _RELATIVE_TIMES = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # of a network interface
 
 
-def write_to_copies() -> None:
+def write_to_copies(*places: str) -> None:
     """Let all that this process writes from now on go to copies. It must have a single thread.
+
+    Args:
+        places: folders that are written to, beside the current one, the user's own and the one for temporary files.
 
     Raises:
         OSError: the system does not allow it; nothing may be written then.
@@ -85,7 +91,12 @@ def write_to_copies() -> None:
     _mount("tmpfs", _MEMORY, "tmpfs")
     changes, covered = tempfile.mkdtemp(dir=_MEMORY), set[str]()
     points = _mount_points()
-    for number, folder in enumerate(one for point in points for one in _folders(point, points)):
+    tops = points
+    if unprivileged:
+        wanted = (here, os.path.expanduser("~"), os.environ.get("TMPDIR", "/tmp"), *places)
+        tops = [_own_folder(os.path.realpath(place), points) for place in wanted if os.path.isdir(place)]
+    folders = {folder for top in tops for folder in _folders(top, points)}
+    for number, folder in enumerate(sorted(folders)):  # an outer overlay would hide an inner one
         with suppress(OSError):  # of a kind that takes no overlay: it is read-only below
             _cover(folder, f"{changes}/{number}", unprivileged=unprivileged)
             covered.add(folder)
@@ -143,6 +154,18 @@ def _folders(folder: str, points: Sequence[str]) -> Iterator[str]:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and entry.path not in points and not _is_system(entry.path):
                 yield from _folders(entry.path, points)
+
+
+def _own_folder(place: str, points: Sequence[str]) -> str:
+    """Return the outermost folder that this user can write to, with nothing of another user or group between it and ``place``."""
+    outermost = place
+    for folder in (Path(place), *Path(place).parents):
+        if not os.access(folder, os.W_OK):
+            break
+        outermost, owner = str(folder), os.stat(folder)
+        if outermost in points or (owner.st_uid, owner.st_gid) != (os.getuid(), os.getgid()):
+            break
+    return outermost
 
 
 def _cover(folder: str, changes: str, *, unprivileged: bool) -> None:
