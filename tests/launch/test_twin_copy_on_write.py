@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,44 @@ def test_what_it_writes_is_seen_by_itself_alone(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         f"{name}.txt": name for name in ("kept", "gone", "moved")
     }
+
+
+_USER = """
+import ctypes, encodings.ascii, os, sys  # all that is imported: that user may not read this Python
+from mezzo.launch.twin import write_to_copies
+os.chdir("own/deep")
+os.setgid(65534)
+os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1)  # who was root may read /proc/self again
+try:
+    write_to_copies(sys.argv[1])
+except OSError as error:
+    print("refused", error)
+    raise SystemExit
+for name in ("kept.txt", sys.argv[1] + "/kept.txt"):
+    with open(name, "w") as file:
+        file.write("changed")
+    print(open(name).read())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of two users")
+def test_a_user_writes_to_copies_below_folders_of_others() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where that user may go
+        Path(folder).chmod(0o755)
+        for inner in ("own/deep", "results/own"):
+            (Path(folder) / inner).mkdir(parents=True)
+            (Path(folder) / inner / "kept.txt").write_text("kept")
+            for path in (Path(folder) / inner, Path(folder) / inner / "kept.txt"):
+                os.chown(path, 65534, 65534)
+        command = [sys.executable, "-c", _USER, f"{folder}/results/own"]
+        ran = subprocess.run(
+            command, cwd=folder, env=os.environ | {"TMPDIR": "/tmp"}, capture_output=True, text=True, check=False
+        )
+        if ran.stdout.startswith("refused"):
+            pytest.skip(f"this system gives no process a file system of its own: {ran.stdout}")
+        assert (ran.stdout, ran.stderr) == ("changed\nchanged\n", "")
+        assert {path.read_text() for path in Path(folder).rglob("kept.txt")} == {"kept"}
 
 
 def test_a_users_overlay_begins_where_nothing_of_others_is_in_between(

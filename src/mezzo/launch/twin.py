@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     os.nice(_NICE)
     request = Request.unpacked(argv[0])
+    assert request.snapshots is not None
     try:
-        write_to_copies(request.snapshots.folder if request.snapshots else "")
+        write_to_copies(os.path.dirname(request.snapshots.folder))  # the folder itself is made below
     except OSError as error:
         why = error.strerror or error
         print(f"mezzo: this system gives no process a file system of its own: {why}", file=sys.stderr)
@@ -60,10 +61,10 @@ def _copy_snapshot(request: Request) -> None:
 # covered too, which a patch of Python's functions would miss. What no overlay covers becomes read-only.
 #
 # The copy of a file needs copies of the folders above it, up to the overlay, and a user who is not root can make none of another user or
-# group. So the user's overlays begin where nothing else is in between: around the current folder, the home, temporary files and results.
+# group. So the current folder, the home, temporary files and results get overlays of their own, which begin below such folders.
 #
-# Limits: Linux only; many containers forbid it; a user who is not root can write to no other folder there; each file that changes is
-# copied into memory, at most half of the machine's; devices, pipes and signals are the real ones.
+# Limits: Linux only; many containers forbid it; a user who is not root cannot change files below others' folders elsewhere; each file that
+# changes is copied into memory, at most half of the machine's; devices, pipes and signals are the real ones.
 
 _SYSTEM = ("/proc", "/sys", "/dev")
 _MEMORY = "/dev/shm"
@@ -91,15 +92,20 @@ def write_to_copies(*places: str) -> None:
     _mount("tmpfs", _MEMORY, "tmpfs")
     changes, covered = tempfile.mkdtemp(dir=_MEMORY), set[str]()
     points = _mount_points()
-    tops = points
+    tops = list(points)
     if unprivileged:
         wanted = (here, os.path.expanduser("~"), os.environ.get("TMPDIR", "/tmp"), *places)
-        tops = [_own_folder(os.path.realpath(place), points) for place in wanted if os.path.isdir(place)]
-    folders = {folder for top in tops for folder in _folders(top, points)}
-    for number, folder in enumerate(sorted(folders)):  # an outer overlay would hide an inner one
+        tops += [_own_folder(os.path.realpath(place), points) for place in wanted if os.path.isdir(place)]
+    folders = sorted(
+        {folder for top in tops for folder in _folders(top, points)}
+    )  # an outer overlay would hide an inner one
+    # Opened before any overlay is mounted: two of them may lie on each other, but not on a third, which a container's root is already.
+    opened = {folder: os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in folders}
+    for number, (folder, lower) in enumerate(opened.items()):
         with suppress(OSError):  # of a kind that takes no overlay: it is read-only below
-            _cover(folder, f"{changes}/{number}", unprivileged=unprivileged)
+            _cover(folder, lower, f"{changes}/{number}", unprivileged=unprivileged)
             covered.add(folder)
+        os.close(lower)
     for point in points:
         if point not in covered:
             _make_read_only(point)
@@ -168,12 +174,17 @@ def _own_folder(place: str, points: Sequence[str]) -> str:
     return outermost
 
 
-def _cover(folder: str, changes: str, *, unprivileged: bool) -> None:
-    os.chdir(folder)  # so that its name, which may have commas, is not among the options
+def _cover(folder: str, lower: int, changes: str, *, unprivileged: bool) -> None:
+    os.chdir(folder)  # its name, which may have commas, is not among the options
     os.makedirs(f"{changes}/new")
     os.makedirs(f"{changes}/work")
     kept = ",userxattr" if unprivileged else ""
-    _mount("overlay", ".", "overlay", options=f"lowerdir=.,upperdir={changes}/new,workdir={changes}/work{kept}")
+    _mount(
+        "overlay",
+        ".",
+        "overlay",
+        options=f"lowerdir=/proc/self/fd/{lower},upperdir={changes}/new,workdir={changes}/work{kept}",
+    )
 
 
 def _make_read_only(point: str) -> None:
