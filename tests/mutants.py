@@ -185,11 +185,11 @@ def quickest_first() -> tuple[dict[str, str], dict[str, float]]:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 places[f"{path.stem}.{node.name}"] = f"{path.relative_to(ROOT)}::{node.name}"
     text = (KEPT / "durations").read_text(encoding="utf-8") if (KEPT / "durations").exists() else ""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for taken, name in re.findall(r"^([0-9.]+)s \w+ +(\S+?::\w+)", text, re.MULTILINE):
-        seconds[name] += float(taken)  # type: ignore[assignment]
+        seconds[name] = seconds.get(name, 0.0) + float(taken)
     failed = set(re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+)", text, re.MULTILINE))
-    return {short: place for short, place in places.items() if place not in failed}, dict(seconds)
+    return {short: place for short, place in places.items() if place not in failed}, seconds
 
 
 def drawn(asked: argparse.Namespace) -> list[Mutant]:

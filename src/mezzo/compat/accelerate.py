@@ -1,6 +1,6 @@
 """Accelerate under a precision policy: ``MezzoAccelerator(policy="fp16")`` in place of ``Accelerator(mixed_precision=...)``.
 
-The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step is a step of a
+The loop stays as it is: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``. A step belongs to a
 session: one unscale and one decision for all optimizers, a short last window averaged over its micro-batches, FP32 masters under
 ``-master`` policies. Prepared schedulers wait on skipped updates.
 

@@ -83,7 +83,7 @@ class PatchJob:
         self.note("imports", f"import {module}", "the patch calls it")
 
     def after_imports(self, package: str, *lines: str) -> None:
-        """Insert lines, with a blank one above, after the imports, which begin with a package's."""
+        """Insert lines, with a blank one above, after the imports that follow the first of ``package``."""
         body = self.script.tree.module.body
         number = next((n for n, s in enumerate(body) if package in _roots(s)), None)
         if number is None:

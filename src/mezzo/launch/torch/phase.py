@@ -170,7 +170,7 @@ class ScriptGraphs:
 
     def __init__(self, precision: ScriptPrecision, phase: Phase, *, end_steady_state: Callable[[], None]) -> None:
         """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
-        self._precision, self._phase, self._end_steady = precision, phase, end_steady_state
+        self._precision, self._phase, self._end_steady_state = precision, phase, end_steady_state
         self._training: WeakSet[Any] = WeakSet()
         self._capturing: Any = None
         """The graph that is being captured."""
@@ -232,7 +232,7 @@ class ScriptGraphs:
 
     def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)
-        self._end_steady()
+        self._end_steady_state()
         self._phase.pause()
         self._capturing = graph
         return result
@@ -256,7 +256,7 @@ class ScriptGraphs:
 
     def _run_in_library(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function of torch whose backward passes train nothing."""
-        self._end_steady()
+        self._end_steady_state()
         self._in_library += 1
         try:
             with self._phase.no_training():

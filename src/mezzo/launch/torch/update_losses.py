@@ -83,7 +83,7 @@ class UpdateLosses:
 
     def __init__(self, update: OpenUpdate, objects: ScriptObjects, *, end_steady_state: Callable[[], None]) -> None:
         """Begin before the first pass; ``end_steady_state`` lets everything be recorded in full again."""
-        self._update, self._objects, self._end_steady = update, objects, end_steady_state
+        self._update, self._objects, self._end_steady_state = update, objects, end_steady_state
         self._passes: list[_Pass] = []
         self._tracks = False
         self._last_several = -_TRACKED_UPDATES
@@ -122,7 +122,7 @@ class UpdateLosses:
             self._tracks = self.may_be_several
         else:
             self._last_several = self._update.recorder.num_closed
-            self._end_steady()
+            self._end_steady_state()
         if not self._tracks:
             return
         trained = self._trained()

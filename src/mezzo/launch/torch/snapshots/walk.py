@@ -249,7 +249,7 @@ class Walk:
             frame, name = self.frame_cells[id(value)]
             return "frame cell", {"frame": frame, "name": name}
         if not self.is_old and kind in (types.FunctionType, types.MethodType) and is_hook(value):
-            return self._described_as_left(value)
+            return self._left_as_set_up(value)
         return self.savers.saver_of(kind)(self, value)
 
     def unknown(self, value: Any) -> Described:
@@ -269,10 +269,10 @@ class Walk:
         if self.is_old:
             return "opaque", {}
         if type(value).__module__.split(".")[0] == "mezzo":
-            return self._described_as_left(value)
+            return self._left_as_set_up(value)
         raise self.refusal(value, why)
 
-    def _described_as_left(self, value: Any) -> Described:
+    def _left_as_set_up(self, value: Any) -> Described:
         """A hook that Mezzo or torch sets by itself: a resumed run keeps what is there under its name."""
         parent = self.links[self.now][0]
         if parent < 0 or self.rows[parent][0] not in _DICTS:
