@@ -1,7 +1,7 @@
 """How far is predicted throughput from the measured one, row by row of a public table?
 
 The file has the columns of gpu_training_throughput.csv. With ``--hold-out none`` the shipped constants predict every row. With another
-choice the constants are fitted again on the rows, without the predicted row's GPU family or class of models.
+choice the constants are fitted again on the rows and on ``--kernels``, without the predicted row's GPU family or class of models.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.prediction.kernel_tables import kernels
 from benchmarks.prediction.plot import plot
 from benchmarks.prediction.rows import Measured, held_out, ratios, read
 from benchmarks.shared import options
@@ -25,10 +26,16 @@ def main(argv: Sequence[str] = ()) -> None:
     parser = options(__name__)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--hold-out", choices=[*BY, "none"], default="none")
+    parser.add_argument("--kernels", type=Path, help="the folder of kernel_tables, to fit the constants again")
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     chosen = parser.parse_args(argv)
+    if chosen.hold_out != "none" and chosen.kernels is None:
+        parser.error("--hold-out fits the constants again, and needs --kernels")
     rows, reasons = read(chosen.rows)
-    found = ratios(rows, fitted().constants) if chosen.hold_out == "none" else held_out(rows, BY[chosen.hold_out])
+    if chosen.hold_out == "none":
+        found = ratios(rows, fitted().constants)
+    else:
+        found = held_out(rows, kernels(chosen.kernels), BY[chosen.hold_out])
     measured, errors = np.array([row.throughput for row in rows]), 100 * (found - 1)
     for row, ratio, error in zip(rows, found, errors, strict=True):
         cells, kind = row.cells, row.row
@@ -40,7 +47,8 @@ def main(argv: Sequence[str] = ()) -> None:
     for name in BY.values():
         for group in sorted({getattr(row, name) for row in rows}):
             own = errors[[getattr(row, name) == group for row in rows]]
-            summary.append((group, f"{_said(own)} bias {np.mean(own):+.1f}%", ""))
+            inside = f", {_share_inside(rows, found, name, group):.0%} in the band" if name == "family" else ""
+            summary.append((group, f"{_said(own)} bias {np.mean(own):+.1f}%{inside}", ""))
     pairs = _speed_up_errors(rows, errors)
     summary.append(
         ("AMP over FP32 or TF32 of one GPU, model and framework", f"{_said(pairs)} of {len(pairs)} pairs", "")
@@ -56,6 +64,16 @@ def main(argv: Sequence[str] = ()) -> None:
     print(total)
     name = "predict_throughput" + ("" if chosen.hold_out == "none" else f"_without_{chosen.hold_out}")
     store(name, ["predict_throughput", *argv], [*summary, ("all", total, "")], "timm", "torchvision", "transformers")
+
+
+def _share_inside(rows: list[Measured], found: np.ndarray, name: str, group: str) -> float:
+    """Return the share of a group's rows that lie in the band that a prediction shows."""
+    inside = []
+    for row, ratio in zip(rows, found, strict=True):
+        if getattr(row, name) == group:
+            low, high = fitted().band(row.gpu.architecture)
+            inside.append(low <= 1 / ratio <= high)
+    return sum(inside) / len(inside)
 
 
 def _said(errors: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""Rows of public throughput tables, recorded as tapes and priced together, and the fit of the constants on them."""
+"""Rows of public throughput tables, recorded as tapes and priced together, and the fit of the constants on them and on kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import torch
 from scipy.optimize import least_squares
 from torch import Tensor, nn
 
+from benchmarks.prediction.kernel_tables import MeasuredKernel, Priced
 from benchmarks.prediction.zoo.trainings import NotBuilt, training
 from benchmarks.shared import csv_rows
 from mezzo.gpus import Gpu, find_gpu
+from mezzo.measure.predict.host import SERVER
 from mezzo.measure.predict.tape import CostedOperation, TrainingTape
-from mezzo.measure.predict.time import Array, Card, Columns, Constants, family, longer_of, operation_bounds
+from mezzo.measure.predict.tiles import Array
+from mezzo.measure.predict.time import Card, Columns, Constants, family, longer_of, operation_bounds
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -157,6 +160,7 @@ class Measured:
     """Different operations."""
     counts: Array
     """How often each operation runs."""
+    host_s: float
     throughput: float
     seconds: float
 
@@ -185,12 +189,15 @@ def read(path: Path) -> tuple[list[Measured], Counter[str]]:
             if gpu is None:
                 raise NotBuilt(f"no facts about the GPU {cells['gpu']}")
             row, batch, kind = row_of(cells)
-            priced = merged(Columns.of(row.tape(batch).operations))
+            operations = row.tape(batch).operations
         except NotBuilt as error:
             reasons[str(error)] += 1
             continue
         throughput = float(cells["throughput_per_gpu"])
-        rows.append(Measured(cells, row, kind, gpu, *priced, throughput, batch / throughput))
+        priced = merged(Columns.of(operations))
+        rows.append(
+            Measured(cells, row, kind, gpu, *priced, SERVER.seconds(operations), throughput, batch / throughput)
+        )
     return rows, reasons
 
 
@@ -212,41 +219,58 @@ class _Joint:
         self.ops = Columns(**{f.name: np.concatenate([getattr(r.ops, f.name) for r in rows]) for f in fields(Columns)})
         cards = [
             # The scripts of all tables with convolutions set cudnn.benchmark: NVIDIA's and Lambda's examples, and timm's
-            Card.of(r.gpu, tf32=r.row.precision != "fp32", channels_last=r.row.layout == "nhwc", tries_algorithms=True)
+            Card.of(r.gpu, tf32=r.row.precision != "fp32", tries_algorithms=True)
             for r in rows
         ]
         self.card = Card(**{f.name: np.repeat([getattr(c, f.name) for c in cards], sizes) for f in fields(Card)})
         self.old = np.array([row.old for row in rows])
         self.counts = np.concatenate([row.counts for row in rows])
-        self.kernels = np.array([row.counts.sum() for row in rows])
+        self.host_s = np.array([row.host_s for row in rows])
 
     def seconds(self, constants: Constants) -> Array:
         device = np.add.reduceat(self.counts * operation_bounds(self.ops, self.card, constants).total, self.at)
-        found: Array = longer_of(device, self.kernels * constants.launch_s)
+        found: Array = longer_of(device, self.host_s)
         return found * np.where(self.old, constants.old_libraries, 1.0)
 
 
 PRIOR = {
-    "half": 0.3, "tf32": 0.3, "fp32": 0.3, "depthwise": 0.7, "grouped": 0.7, "bandwidth": 0.2, "layout_copies": 0.5,
-    "norm_passes": 0.4, "l2_share": 0.5, "overlap": 0.1, "depth_latency": 0.6, "latency_s": 0.3, "feed_bytes": 0.5,
-    "winograd": 0.2, "block_elements": 0.4, "issue_bytes": 0.5, "waiting": 0.3, "full_clock_w": 0.2, "old_libraries": 0.1,
+    "half": 0.1, "tf32": 0.3, "fp32": 0.3, "depthwise": 0.7, "bandwidth": 0.1, "layout_copies": 0.4, "l2_share": 0.4, "l2_bytes": 0.3,
+    "overlap": 0.3, "feed_bytes": 0.3, "fill_cycles": 0.3, "winograd": 0.2, "block_elements": 0.4, "issue_elements": 0.5, "waiting": 0.3,
+    "full_clock_w": 0.2, "old_libraries": 0.1,
 }  # fmt: skip
 """The expected distance of each constant from the start of the fit: the standard deviation of its logarithm."""
 SHARES = ("half", "tf32", "fp32", "bandwidth")
+_ERROR = 0.1
+"""The expected error of a step's logarithm."""
+_KERNELS = {
+    "products, BF16": 4.0, "element-wise": 4.0, "softmax": 2.0, "attention": 2.0, "products, FP32": 1.5, "batched products": 0.5,
+    "native_layer_norm": 0.5, "convolutions": 0.0,
+}  # fmt: skip
+"""How many steps' worth each kind of kernel has on each GPU. Convolutions tell of the algorithms of cuDNN 7 and 8: they are not fitted."""
 
 
-def fit(rows: Sequence[Measured]) -> Constants:
-    """Return constants fitted on ``rows``: least squares of logarithms, with outliers damped and repeats sharing one weight."""
-    start, joint, names = Constants(), _Joint(rows), list(PRIOR)
+def _weights(kernels: Priced) -> Array:
+    names, counts = np.unique(kernels.groups, return_counts=True)
+    worth = {name: next(w for kind, w in _KERNELS.items() if name.startswith(kind)) for name in names}
+    each = {name: worth[name] / count**0.5 for name, count in zip(names, counts, strict=True)}
+    return np.array([each[name] for name in kernels.groups])
+
+
+def fit(rows: Sequence[Measured], kernels: Sequence[MeasuredKernel]) -> Constants:
+    """Return constants fitted on steps and kernels: least squares of logarithms, with outliers damped and repeats sharing one weight."""
+    start, joint, priced, names = Constants(), _Joint(rows), Priced(kernels), list(PRIOR)
     repeats = Counter(row.setting for row in rows)
-    weights = np.array([repeats[row.setting] ** -0.5 for row in rows]) / 0.1
+    weights = np.array([repeats[row.setting] ** -0.5 for row in rows]) / _ERROR
+    kernel_weights = _weights(priced) / _ERROR
     wanted, width = np.log([row.seconds for row in rows]), np.array([PRIOR[name] for name in names])
 
     def moved(theta: Array) -> Constants:
         return replace(start, **{n: getattr(start, n) * float(np.exp(v)) for n, v in zip(names, theta, strict=True)})
 
     def errors(theta: Array) -> Array:
-        return np.concatenate([weights * (np.log(joint.seconds(moved(theta))) - wanted), theta / width])
+        constants = moved(theta)
+        steps = weights * (np.log(joint.seconds(constants)) - wanted)
+        return np.concatenate([steps, kernel_weights * np.log(priced.ratios(constants)), theta / width])
 
     top = [float(np.log(0.98 / getattr(start, name))) if name in SHARES else np.inf for name in names]
     begin = np.zeros(len(names))
@@ -259,11 +283,15 @@ def ratios(rows: Sequence[Measured], constants: Constants) -> Array:
     return np.array([row.seconds for row in rows]) / _Joint(rows).seconds(constants)
 
 
-def held_out(rows: Sequence[Measured], by: str) -> Array:
-    """Return predicted over measured throughput, each row by constants fitted without its ``family`` or ``kind``."""
+def held_out(rows: Sequence[Measured], kernels: Sequence[MeasuredKernel], by: str) -> Array:
+    """Return predicted over measured throughput, each row by constants fitted without its ``family``, or without its ``kind``.
+
+    A family's kernels are left out as well; kernels have no kind of model.
+    """
     found = np.empty(len(rows))
     for value in sorted({getattr(row, by) for row in rows}):
         outside = [row for row in rows if getattr(row, by) != value]
+        others = [one for one in kernels if by != "family" or family(one.gpu.architecture) != value]
         inside = [place for place, row in enumerate(rows) if getattr(row, by) == value]
-        found[inside] = ratios([rows[place] for place in inside], fit(outside))
+        found[inside] = ratios([rows[place] for place in inside], fit(outside, others))
     return found

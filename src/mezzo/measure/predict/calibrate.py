@@ -239,14 +239,14 @@ class Stopwatch(Recorder):
 
     def __init__(self, kind: str) -> None:
         """Start for torch's device type ``kind``."""
-        super().__init__(batch=1)
+        super().__init__(batch=1, gpu=kind != "cpu")
         self.timed: list[TimedOperation] = []
         self._kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and time it."""
         seconds, result = self._timed(func, args, kwargs or {})
-        parts = operations_of(func, args, kwargs, result, "forward", "")
+        parts = operations_of(func, args, kwargs, result, "forward", "", gpu=self._gpu)
         # A convolution's backward pass is one call and two products of equally many operations.
         flops = sum(part.flops for part in parts)
         self.timed += [

@@ -7,7 +7,7 @@ Bytes count each operand read once and each result written once. An embedding re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,13 +15,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import format_of
 from mezzo.measure.flops import FLOP_COUNTS
-from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase
+from mezzo.measure.predict.tape import ATTENTION_ROWS, CostedOperation, ProductSize, TapePhase
 
 aten: Any = torch.ops.aten
 _FREE = frozenset(
@@ -41,6 +42,17 @@ _FREE = frozenset(
 _OVERWRITES = frozenset({aten.copy_, aten.zero_, aten.fill_})
 """Operations that do not read their first operand."""
 _READS_WHAT_IT_WRITES = frozenset({aten.embedding, aten.index_select, aten.gather})
+_LAYOUTS: dict[Any, tuple[int, ...]] = {
+    aten.convolution: (0, 1),
+    aten.native_batch_norm: (0,),
+    aten._native_batch_norm_legit: (0,),
+    aten.native_batch_norm_backward: (1,),
+}
+"""Operations whose time depends on the layout, with the places of the operands that decide it."""
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_LOADED_BYTES = 16
+"""What a thread loads at once where the address allows it."""
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 _NORMS = {
     aten.native_batch_norm: 0,
     aten._native_batch_norm_legit: 0,
@@ -50,9 +62,9 @@ _NORMS = {
 
 
 def operations_of(
-    func: Any, args: Any, kwargs: Any, result: Any, phase: TapePhase, module: str
+    func: Any, args: Any, kwargs: Any, result: Any, phase: TapePhase, module: str, *, gpu: bool = True
 ) -> list[CostedOperation]:
-    """Return what ``func`` computes; empty for an operation that computes nothing."""
+    """Return what ``func`` computes, on a GPU or on a CPU; empty for an operation that computes nothing."""
     packet = func.overloadpacket
     if packet in _FREE or func.is_view or func.namespace == "prim":
         return []
@@ -68,18 +80,35 @@ def operations_of(
     if packet in _READS_WHAT_IT_WRITES:
         read = [*inputs[1:], *outputs]
     count = FLOP_COUNTS.get(packet)
-    return [
-        CostedOperation(
-            name=packet.__name__,
-            phase=phase,
-            module=module,
-            format=form,
-            flops=count(result, *args) if count is not None else 0,
-            read_bytes=sum(map(_bytes, read)),
-            written_bytes=sum(map(_bytes, written)),
-            shape=_shape(packet, args, result),
-        )
-    ]
+    bias = (
+        packet is aten.convolution and gpu and args[2] is not None
+    )  # on a GPU a kernel of its own adds it to the result
+    found = CostedOperation(
+        name=packet.__name__,
+        phase=phase,
+        module=module,
+        format=form,
+        flops=count(result, *args) if count is not None else 0,
+        read_bytes=sum(map(_bytes, read)) - (_bytes(args[2]) if bias else 0),
+        written_bytes=sum(map(_bytes, written)),
+        shape=_shape(packet, args, result, kwargs),
+        channels_last=packet in _LAYOUTS and _is_channels_last(args, _LAYOUTS[packet]),
+        unaligned=packet in _PRODUCTS and any(map(_is_unaligned, (*inputs, *outputs))),
+    )
+    if not bias:
+        return [found]
+    return [found, CostedOperation("add_", phase, module, form, 0, found.written_bytes, found.written_bytes)]
+
+
+def _is_channels_last(args: Sequence[Any], places: Sequence[int]) -> bool:
+    """Return whether cuDNN computes channels-last: one of the operands at ``places`` is stored so."""
+    return any(suggest_memory_format(args[place]) in _CHANNELS_LAST for place in places)
+
+
+def _is_unaligned(tensor: Tensor) -> bool:
+    """Return whether a matrix has rows, as they lie in memory, that do not all begin at multiples of 16 bytes."""
+    steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and step > 1]
+    return tensor.dim() > 1 and any(step * tensor.element_size() % _LOADED_BYTES for step in steps)
 
 
 def _convolution_backward(
@@ -108,6 +137,7 @@ def _convolution_backward(
         ),
     }
     found = []
+    channels_last = _is_channels_last(args, (1, 2))
     for name, (gradient, operand, shape) in kinds.items():
         if gradient is not None:
             found.append(
@@ -120,6 +150,7 @@ def _convolution_backward(
                     read_bytes=_bytes(grad) + _bytes(operand),
                     written_bytes=_bytes(gradient),
                     shape=shape,
+                    channels_last=channels_last,
                 )
             )
     if len(result) > 2 and (bias := result[2]) is not None:
@@ -127,10 +158,12 @@ def _convolution_backward(
     return found
 
 
-def _shape(packet: Any, args: Any, result: Any) -> ProductSize:
+def _shape(packet: Any, args: Any, result: Any, kwargs: Any) -> ProductSize:
     found = _SHAPES.get(packet)
     if found is not None:
         return found(args, result)
+    if packet in _ATTENTIONS:
+        return _attended(packet, args, kwargs or {})
     if packet in _NORMS:
         x = args[_NORMS[packet]]
         return ProductSize(1, x.shape[1], x.numel() // x.shape[1], 0)
@@ -151,10 +184,23 @@ def _convolved(x: Sequence[int], weight: Sequence[int], y: Sequence[int], transp
     return ProductSize(groups, y[0] * math.prod(y[2:]), weight[0] // groups, weight[1] * window, window)
 
 
-def _attended(q: Tensor, k: Tensor) -> ProductSize:
-    return ProductSize(math.prod(q.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1])
+def _attended(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ProductSize:
+    """Return the products of queries and keys; under a causal mask a block of queries sees about half of the keys."""
+    query, causal = _ATTENTIONS[packet]
+    q, k = args[query], args[query + 1]
+    columns = k.shape[-2]
+    if kwargs.get("is_causal", args[causal] if len(args) > causal else False):
+        columns = (columns + min(columns, ATTENTION_ROWS)) // 2
+    return ProductSize(math.prod(q.shape[:-2]), q.shape[-2], columns, q.shape[-1])
 
 
+_ATTENTIONS: dict[Any, tuple[int, int]] = {
+    aten._scaled_dot_product_flash_attention: (0, 4),
+    aten._scaled_dot_product_flash_attention_backward: (1, 11),
+    aten._scaled_dot_product_efficient_attention: (0, 6),
+    aten._scaled_dot_product_efficient_attention_backward: (1, 11),
+}
+"""The place of the query among the arguments, before the key, and the place of ``is_causal``."""
 _SHAPES: dict[Any, Callable[[Any, Any], ProductSize]] = {
     aten.mm: lambda a, _: _product(a[0], a[1]),
     aten.mv: lambda a, _: _product(a[0], a[1]),
@@ -162,10 +208,6 @@ _SHAPES: dict[Any, Callable[[Any, Any], ProductSize]] = {
     aten.addmm: lambda a, _: _product(a[1], a[2]),
     aten.baddbmm: lambda a, _: _product(a[1], a[2]),
     aten.convolution: lambda a, r: _convolved(a[0].shape, a[1].shape, r.shape, a[6], a[8]),
-    aten._scaled_dot_product_flash_attention: lambda a, _: _attended(a[0], a[1]),
-    aten._scaled_dot_product_flash_attention_backward: lambda a, _: _attended(a[1], a[2]),
-    aten._scaled_dot_product_efficient_attention: lambda a, _: _attended(a[0], a[1]),
-    aten._scaled_dot_product_efficient_attention_backward: lambda a, _: _attended(a[1], a[2]),
 }
 
 

@@ -116,7 +116,7 @@ def predict(
     why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
         return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
-    conditions = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
+    conditions = Conditions(gpu=gpu, job=job, calibration=calibration).covering(policy)
     policy_tapes = tapes[recorded_as(policy)]
     tape, fp32_tape = policy_tapes.at(batch), tapes["fp32"].at(batch)
     step = conditions.step(tape, policy)

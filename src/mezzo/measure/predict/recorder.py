@@ -48,18 +48,22 @@ _KIND_OF_PHASE: dict[TapePhase, MemoryKind] = {
 class Recorder(TorchDispatchMode):
     """A dispatch mode that writes a tape."""
 
-    def __init__(self, *, batch: int, units: Mapping[str, int] | None = None, recording: bool = True) -> None:
+    def __init__(
+        self, *, batch: int, units: Mapping[str, int] | None = None, recording: bool = True, gpu: bool = True
+    ) -> None:
         """Start an empty tape.
 
         Args:
             batch: the batch size.
             units: the tape's ``units``, if known.
             recording: whether operations are recorded from the beginning; blocks that exist are freed in any case.
+            gpu: whether the operations are a GPU's or a CPU's.
         """
         super().__init__()
         self.tape = TrainingTape(batch=batch, units=dict(units or {}))
         self.phase: TapePhase = "setup"
         self.recording = recording
+        self._gpu = gpu
         self._module = ""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
@@ -185,7 +189,9 @@ class Recorder(TorchDispatchMode):
                 self._allocated(tensor)
         if func.overloadpacket in _CONVOLUTIONS:
             self._record_workspaces(func, args, result)
-        self.tape.operations.extend(operations_of(func, args, kwargs, result, self.phase, self._module_of_node()))
+        self.tape.operations.extend(
+            operations_of(func, args, kwargs, result, self.phase, self._module_of_node(), gpu=self._gpu)
+        )
 
     def _is_part_of_unknown(self, tensor: Tensor, args: Any) -> bool:
         """Return whether ``tensor`` is a view of an operand without a block, such as data that wait on the host for the next batch."""

@@ -14,12 +14,14 @@ from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
 from mezzo.formats import RECIPE_NAMES, RECIPES
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.host import SERVER, Host
 from mezzo.measure.predict.rates import MachineRates
 from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import CostedOperation, TrainingTape
 from mezzo.measure.predict.time import (
+    FP8,
     HALF_FORMATS,
-    Array,
+    LATENCY_S,
     Bounds,
     Card,
     Columns,
@@ -28,6 +30,7 @@ from mezzo.measure.predict.time import (
     longer_of,
     operation_bounds,
 )
+from mezzo.measure.predict.tiles import Array
 from mezzo.records import ModuleShare
 
 ALONE = GpuGroup()
@@ -36,13 +39,13 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The conditions of a step: the GPU, how many of them train together, the layout of images, and rates if measured."""
+    """The conditions of a step: the GPU, how many of them train together, rates if measured, and the host."""
 
     gpu: Gpu
-    channels_last: bool = False
     job: GpuGroup = ALONE
     calibration: Calibration | None = None
     """Rates measured on a GPU of this kind; None for the constants that ship."""
+    host: Host = SERVER
 
     def rates(self, policy: str) -> MachineRates | None:
         """Return the measured rates of ``policy``; None unless FP32, which it is compared with, was measured as well."""
@@ -61,8 +64,9 @@ class Conditions:
     @property
     def band(self) -> tuple[float, float]:
         """10th and 90th percentile of measured over predicted throughput."""
-        known = self.calibration or fitted()
-        return known.low, known.high
+        if self.calibration is not None:
+            return self.calibration.low, self.calibration.high
+        return fitted().band(self.gpu.architecture)
 
     def step(self, tape: TrainingTape, policy: str) -> PredictedStep:
         """Return a step of ``tape``, which was recorded on one GPU, under ``policy``."""
@@ -78,40 +82,35 @@ class PredictedStep:
 
     def __init__(self, tape: TrainingTape, conditions: Conditions, *, policy: str) -> None:
         """Price each operation of ``tape``."""
-        job, gpu, channels_last = conditions.job, conditions.gpu, conditions.channels_last
+        job, gpu = conditions.job, conditions.gpu
         self.communication_s = job.communication_s(tape, gpu)
         self.tape = job.tape_of_rank(tape)
         ops, constants = Columns.of(self.tape.operations), fitted().constants
-        card = Card.of(
-            gpu, tf32=policy != "fp32", channels_last=channels_last, tries_algorithms=self.tape.tries_algorithms
-        )
+        card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms)
         found = operation_bounds(ops, card, constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
-        self.latency = constants.latency_s
         rates = conditions.rates(policy)
         self.operation_s = found.total if rates is None else rates.seconds(self.tape.operations)
         self.note = ""
         """A remark on what the policy means for this model, if there is one."""
-        self.num_launches = len(self.tape.operations)
-        if policy == "fp8":
-            self._in_fp8(gpu, constants, channels_last)
-        self.device_s, self.host_s = float(self.operation_s.sum()), self.num_launches * constants.launch_s
+        if policy == FP8:
+            self._in_fp8(gpu, constants)
+        self.device_s, self.host_s = float(self.operation_s.sum()), conditions.host.seconds(self.tape.operations)
         self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
 
-    def _in_fp8(self, gpu: Gpu, constants: Constants, channels_last: bool) -> None:
+    def _in_fp8(self, gpu: Gpu, constants: Constants) -> None:
         layers = fp8_layers(self.tape.operations)
         self.note = layers.sentence
         indices = np.flatnonzero(layers.chosen)
         if not len(indices):
             return
         operations = [self.tape.operations[index] for index in indices]
-        bounds = fp8_bounds(operations, gpu, constants, channels_last=channels_last)
+        bounds = fp8_bounds(operations, gpu, constants)
         ratio = self.operation_s[indices].sum() / bounds.total.sum()
         comparison = f"are {ratio:.2g} times as fast as" if ratio >= 1 else f"take {1 / ratio:.2g} times as long as"
         self.note += f". They {comparison} in BF16, casts included"
         self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
         self.operation_s[indices] = bounds.total
-        self.num_launches += CAST_KERNELS * len(indices)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
@@ -123,7 +122,7 @@ class PredictedStep:
         """Return what limits each operation."""
         arithmetic, traffic = self.parts["arithmetic"], self.parts["bandwidth"]
         longer = np.where(arithmetic > traffic, "arithmetic", "bandwidth")
-        result: NDArray[np.str_] = np.where(self.operation_s < 2 * self.latency, "launch", longer)
+        result: NDArray[np.str_] = np.where(self.operation_s < 2 * LATENCY_S, "launch", longer)
         return result
 
 
@@ -231,13 +230,11 @@ def _is_linear(op: CostedOperation) -> bool:
     return op.name in _LINEAR and op.format in HALF_FORMATS and op.phase in ("forward", "backward")
 
 
-def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Constants, *, channels_last: bool) -> Bounds:
+def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Constants) -> Bounds:
     """Return the seconds of ``operations``, linear products of 16-bit operands, in FP8 with the casts of their operands."""
-    c = replace(constants, feed_bytes=2 * constants.feed_bytes)  # an element has half as many bytes
-    card = Card.of(replace(gpu, fp16_flops_per_s=gpu.fp8_flops_per_s), tf32=True, channels_last=channels_last)
-    small = [replace(op, read_bytes=op.read_bytes // 2) for op in operations]
-    found = operation_bounds(Columns.of(small), card, c)
+    small = [replace(op, format=FP8, read_bytes=op.read_bytes // 2) for op in operations]
+    found = operation_bounds(Columns.of(small), Card.of(gpu, tf32=True), constants)
     shapes = [op.shape for op in operations]
     elements = np.array([s.products * s.depth * (s.rows + s.columns) for s in shapes], dtype=np.float64)
-    casts = elements * _CAST_BYTES / (gpu.bandwidth_bytes_per_s * c.bandwidth)
-    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CAST_KERNELS * c.latency_s)
+    casts = elements * _CAST_BYTES / (gpu.bandwidth_bytes_per_s * constants.bandwidth)
+    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CAST_KERNELS * LATENCY_S)

@@ -37,8 +37,9 @@ class MemoryBlock:
 class ProductSize(NamedTuple):
     """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
 
-    A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. A normalisation has a row for each
-    channel, a column for each element of a channel, and no depth. All zeros for other operations.
+    A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. An attention is its products of
+    queries and keys; the columns are the keys that a query meets on average. A normalisation has a row for each channel, a column for each
+    element of a channel, and no depth. All zeros for other operations.
     """
 
     products: int = 0
@@ -48,6 +49,8 @@ class ProductSize(NamedTuple):
     window: int = 0
 
 
+ATTENTION_ROWS = 128
+"""Queries, and keys, that one block of a fused attention computes together (Dao 2023, arXiv 2307.08691)."""
 _NO_SHAPE = ProductSize()
 _MOST_OMITTED = 2
 """Samples that a linear size may leave out: differences of neighbours leave out one, and rounded halves up to two."""
@@ -67,6 +70,10 @@ class CostedOperation:
     read_bytes: int
     written_bytes: int
     shape: ProductSize = _NO_SHAPE
+    channels_last: bool = False
+    """Whether a convolution or a normalisation over the batch computes images that are stored channels-last."""
+    unaligned: bool = False
+    """Whether the rows of a product's matrices begin elsewhere than at multiples of 16 bytes, which matrix units load at once."""
 
 
 @dataclass
@@ -120,6 +127,8 @@ class TrainingTape:
                     scaled(a.read_bytes, b.read_bytes),
                     scaled(a.written_bytes, b.written_bytes),
                     ProductSize(*map(scaled, a.shape, b.shape)),
+                    a.channels_last,
+                    a.unaligned,
                 )
                 for a, b in zip(self.operations, other.operations, strict=True)
             ],

@@ -1,54 +1,63 @@
 """Seconds of a tape on one GPU: for each operation the longer of its arithmetic and its traffic, then all of them in a row.
 
-The formulas follow from first principles, with a few constants (``constants``) fitted to public measurements::
+The formulas follow from first principles, with a few constants (``constants``) fitted to public measurements of kernels and of steps::
 
-    arithmetic = flops / (peak of its unit x share reached x how full its tiles and waves are)
-    traffic    = bytes / (bandwidth x share reached)
-    operation  = (arithmetic^p + traffic^p)^(1/p) + latency
+    operation = (arithmetic^p + traffic^p)^(1/p) + latency
+    traffic   = bytes from memory / (bandwidth x share reached) + bytes from the L2 cache / (its bandwidth)
 
-- A product is cut into tiles of 128 x 64 results. The last wave of tiles leaves multiprocessors idle, edges of tiles are wasted,
-  and a short sum (small depth) does not hide the loads before it.
-- The unit is the matrix unit of the operands' format. FP32 runs in TF32 where the policy allows it. Depthwise convolutions do
-  not use matrix units.
+- The arithmetic of products, convolutions and attention is in ``tiles``. Its unit is the matrix unit of the operands' format. FP32 runs
+  in TF32 where the policy allows it. Depthwise convolutions do not use matrix units.
 - In FP32, a convolution of 3 x 3 multiplies less where cuDNN may try its algorithms (``torch.backends.cudnn.benchmark``): Winograd's then
   wins. Without trials, which is torch's default, cuDNN's heuristics take products.
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
-- Batch normalisation reads its input twice forward, and input and gradient twice backward, except for what stays in the L2 cache
-  between the two passes: each multiprocessor works on a channel of its own. Channels-first, torch's kernels load one element at
-  a time, whatever its size, so 16 bits do not make a block of threads faster.
-- What one operation writes and the next reads stays in the L2 cache if it is small.
+- torch's kernels of one element at a time, all but products, move a bounded number of elements in a cycle, whatever their size: in 16 bits
+  they do not reach the bandwidth of GPUs with fast memory.
+- A normalisation reads its operands twice. That of a batch does so channel by channel, except for what stays in the L2 cache between the
+  two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads loads one element at a time.
+- Operands and results that fit into a share of the L2 cache are found there.
 - A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
 - Before compute capability 8.0, loads into shared memory are not asynchronous, and 16-bit products wait for them.
-- A step takes no less than its launches on the host.
+- A step takes no less than its operations take the host (``host``).
+
+Limits: kernels are torch's, each on its own, in a step that repeats. Fused, compiled and captured steps run other kernels.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.tape import CostedOperation
+from mezzo.measure.predict.tiles import Array, Products, attention_cycles, tile_cycles
 
-Array: TypeAlias = NDArray[np.float64]
 HALF_FORMATS = ("fp16", "bf16")
-_TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH = 128, 64, 32
-_SPLIT_DEPTH = 512
-"""Depth from which a product with few tiles is split along its sum."""
+FP8 = "fp8"
+"""The format of products whose operands have one byte."""
 _NARROW = ("7.0", "7.5", "8.0")
 """Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
 _GROUP_COLUMNS = 16
 """Channels of a group that a grouped convolution computes together."""
-_L2_SPEED = 3.0
-"""Bandwidth of the L2 cache as a multiple of memory's."""
+_SHARING = {"9.0": 2, "10.0": 4}
+"""Multiprocessors that share what they load, by compute capability: a cluster of two on Hopper; on Blackwell a cluster of two pairs,
+each of which computes one tile (NVIDIA's tuning guides)."""
+_TURNED_TF32 = {"9.0": 0.629}
+"""Rate of TF32 products whose operands do not lie along the sum, as in all gradients. Hopper's ``wgmma`` takes TF32 only along the sum (PTX
+ISA), so they run with ``mma``, which reaches 62.9% of the peak (Luo et al. 2024, arXiv 2402.13499)."""
+_UNALIGNED = 1 / 3
+"""Rate of products on matrix units whose rows do not begin at multiples of 16 bytes: a head over an unpadded vocabulary takes three times
+as long (Netflix, Scaling LLM post-training, 2026)."""
+_EDGE = 4
+"""Exponent with which two bounds are joined, so that there is no corner where they are equal."""
 _CONVOLUTIONS = ("convolution", "convolution_input_gradient", "convolution_weight_gradient")
-_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
+_READ_TWICE = ("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax")
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,19 @@ class Columns:
     rows: Array
     columns: Array
     depth: Array
-    half: NDArray[np.bool_]
+    element_bytes: Array
+    """Of an operand."""
     convolution: NDArray[np.bool_]
-    depthwise: NDArray[np.bool_]
     grouped: NDArray[np.bool_]
+    depthwise: NDArray[np.bool_]
     winograd: NDArray[np.bool_]
+    attention: NDArray[np.bool_]
+    gradient: NDArray[np.bool_]
+    """Whether it belongs to a backward pass."""
+    unaligned: NDArray[np.bool_]
+    channels_last: NDArray[np.bool_]
+    read_twice: Array
+    """Bytes that a normalisation over features reads a second time."""
     norm_bytes: Array
     """Bytes that a normalisation over the batch reads; 0 for others."""
     norm_channel_bytes: Array
@@ -74,34 +91,48 @@ class Columns:
     @classmethod
     def of(cls, operations: Sequence[CostedOperation]) -> Columns:
         """Return the columns of ``operations``, one entry each."""
+
+        def flags(found: Sequence[bool]) -> NDArray[np.bool_]:
+            return np.array(found, dtype=bool)
+
         shapes = np.array([op.shape for op in operations], dtype=np.float64).reshape(-1, 5)
         products, rows, columns, depth, window = shapes.T
-        moved = np.array([op.read_bytes + op.written_bytes for op in operations], dtype=np.float64)
-        convolution = np.array([op.name in _CONVOLUTIONS for op in operations], dtype=bool)
-        norm = np.array([op.name in _NORMS for op in operations], dtype=bool)
-        read = np.where(norm, [float(op.read_bytes) for op in operations], 0.0)
+        read = np.array([op.read_bytes for op in operations], dtype=np.float64)
+        sizes = [1 if op.format == FP8 else 2 if op.format in HALF_FORMATS else 4 for op in operations]
+        convolution = flags([op.name in _CONVOLUTIONS for op in operations])
+        channels_last = flags([op.channels_last for op in operations])
         grouped = convolution & (products > 1)
+        # cuDNN has no kernel for channels-last depthwise convolutions of FP32: they run as grouped products
+        own_kernel = ~channels_last | (np.array(sizes) == 2)
+        norm = np.where(flags([op.name in _BATCH_NORMS for op in operations]), read, 0.0)
+        twice = flags([op.name.startswith(_READ_TWICE) for op in operations])
         return cls(
             flops=np.array([op.flops for op in operations], dtype=np.float64),
-            moved_bytes=moved,
+            moved_bytes=read + np.array([op.written_bytes for op in operations], dtype=np.float64),
             products=products,
             rows=rows,
             columns=columns,
             depth=depth,
-            half=np.array([op.format in HALF_FORMATS for op in operations], dtype=bool),
+            element_bytes=np.array(sizes, dtype=np.float64),
             convolution=convolution,
-            depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)),
             grouped=grouped,
-            winograd=convolution & (window == 9),
-            norm_bytes=read,
-            norm_channel_bytes=np.divide(read, rows, out=np.zeros_like(read), where=rows > 0),
+            depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)) & own_kernel,
+            winograd=convolution & ~grouped & (window == 9),
+            attention=flags([op.name.startswith("_scaled_dot_product") for op in operations]),
+            gradient=flags([op.phase == "backward" for op in operations]),
+            unaligned=flags([op.unaligned for op in operations]),
+            channels_last=channels_last,
+            read_twice=np.where(twice, read, 0.0),
+            norm_bytes=norm,
+            norm_channel_bytes=np.divide(norm, rows, out=np.zeros_like(norm), where=rows > 0),
         )
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU for the formulas, under one policy and layout; each field is a number, or an array with one for each operation."""
+    """A GPU for the formulas, under one policy; each field is a number, or an array with one for each operation."""
 
+    fp8_flops_per_s: Any
     half_flops_per_s: Any
     single_flops_per_s: Any
     """Of FP32 operands, in TF32 or FP32's matrix units where there are any and they may be used."""
@@ -111,22 +142,28 @@ class Card:
     l2_bytes: Any
     multiprocessors: Any
     clock_hz: Any
-    channels_last: Any
     power_w: Any
     """Of the board, for each multiprocessor and GHz."""
     tries_algorithms: Any
     """Whether cuDNN may try its algorithms."""
     waits_for_loads: Any
     """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
+    sharing: Any
+    """Multiprocessors that share what they load."""
+    turned_tf32: Any
+    """Rate of TF32 products of gradients, over others'."""
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool, channels_last: bool, tries_algorithms: bool = False) -> Card:
-        """Return the card of ``gpu``, with TF32 allowed or not, images stored channels-last or not, and algorithms tried or not."""
+    def of(cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False) -> Card:
+        """Return the card of ``gpu``, with TF32 allowed or not, and algorithms tried or not."""
+        capability = gpu.compute_capability
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
         single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
-        lanes = 64 if gpu.compute_capability in _NARROW or gpu.compute_capability.startswith("gfx") else 128
+        lanes = 64 if capability in _NARROW or capability.startswith("gfx") else 128
+        half = gpu.fp16_flops_per_s or gpu.fp32_flops_per_s
         return cls(
-            half_flops_per_s=gpu.fp16_flops_per_s or gpu.fp32_flops_per_s,
+            fp8_flops_per_s=gpu.fp8_flops_per_s or half,
+            half_flops_per_s=half,
             single_flops_per_s=single,
             single_in_tf32=in_tf32,
             simd_flops_per_s=gpu.fp32_flops_per_s,
@@ -134,10 +171,11 @@ class Card:
             l2_bytes=gpu.l2_bytes,
             multiprocessors=gpu.multiprocessors,
             clock_hz=gpu.fp32_flops_per_s / (2 * lanes * gpu.multiprocessors),
-            channels_last=channels_last,
             power_w=gpu.power_w / (gpu.fp32_flops_per_s / (2 * lanes) / 1e9),
             tries_algorithms=tries_algorithms,
-            waits_for_loads=gpu.compute_capability in ("7.0", "7.5"),
+            waits_for_loads=capability in ("7.0", "7.5"),
+            sharing=_SHARING.get(capability, 1),
+            turned_tf32=_TURNED_TF32.get(capability, 1.0) if in_tf32 else 1.0,
         )
 
 
@@ -153,8 +191,9 @@ class Bounds:
 def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
     """Return the seconds of each operation."""
     c = constants
-    arithmetic, traffic = _arithmetic(ops, card, c), _traffic(ops, card, c)
-    total = (arithmetic**c.overlap + traffic**c.overlap) ** (1 / c.overlap) + c.latency_s
+    clock_hz = card.clock_hz * _clock_share(card, c)
+    arithmetic, traffic = _arithmetic(ops, card, c, clock_hz), _traffic(ops, card, c, clock_hz)
+    total = (arithmetic**c.overlap + traffic**c.overlap) ** (1 / c.overlap) + LATENCY_S
     return Bounds(arithmetic, traffic, total)
 
 
@@ -163,106 +202,112 @@ def _clock_share(card: Card, c: Constants) -> Any:
     return np.minimum(1.0, card.power_w / c.full_clock_w) ** 0.5
 
 
-def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
-    channels_first, clock = np.logical_not(card.channels_last), _clock_share(card, c)
-    copied = ops.convolution & ~ops.depthwise & ops.half & channels_first
-    moved = ops.moved_bytes * (1 + np.where(copied, 2 * c.layout_copies, 0.0))
+def _traffic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
+    channels_first, half = ~ops.channels_last, ops.element_bytes == 2
+    copied = ops.convolution & ~ops.depthwise & (half | np.equal(card.single_in_tf32, True)) & channels_first
     kept_in_l2 = np.minimum(1.0, card.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * card.multiprocessors))
-    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept_in_l2)
-    from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
-    moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
+    moved = ops.moved_bytes * (1 + np.where(copied, 2 * c.layout_copies, 0.0))
+    moved = moved + ops.norm_bytes * (1 - kept_in_l2) + ops.read_twice
+    # a product's second operand, such as a weight, was not written just before
+    cold = np.minimum(ops.moved_bytes, ops.products * ops.columns * ops.depth * ops.element_bytes)
+    warm = ops.moved_bytes - cold
+    from_l2 = np.clip(2 - warm / (c.l2_share * card.l2_bytes), 0.0, 1.0) * warm / np.maximum(1.0, ops.moved_bytes)
     memory = card.bandwidth_bytes_per_s * c.bandwidth
-    issue = card.multiprocessors * card.clock_hz * clock * c.issue_bytes
-    bandwidth = (memory**-2 + issue**-2) ** -0.5
-    block_bytes = c.block_elements * np.where(ops.half, 2, 4)
-    by_channel = np.where((ops.norm_bytes > 0) & channels_first, ops.rows * block_bytes * card.clock_hz * clock, np.inf)
-    result: Array = moved / np.minimum(bandwidth, by_channel)
+    cycles = card.multiprocessors * clock_hz
+    elements = np.where(ops.flops > 0, np.inf, cycles * c.issue_elements * ops.element_bytes)
+    reached = (memory**-_EDGE + elements**-_EDGE) ** (-1 / _EDGE)
+    found = moved * (1 - from_l2) / reached + moved * from_l2 / np.maximum(memory, cycles * c.l2_bytes)
+    by_channel = np.where(
+        (ops.norm_bytes > 0) & channels_first, ops.rows * c.block_elements * ops.element_bytes * clock_hz, np.inf
+    )
+    result: Array = np.maximum(found, moved / by_channel)
     return result
 
 
-def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
-    single = card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32)
-    winograd = np.maximum(single, card.simd_flops_per_s * c.fp32 * c.winograd)
-    half = card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0)
-    peak = np.where(ops.half, half, np.where(ops.winograd & card.tries_algorithms, winograd, single))
-    peak = np.where(ops.grouped, peak * c.grouped, peak)
-    peak = np.where(ops.depthwise, card.simd_flops_per_s * c.depthwise, peak)
-    units = ops.flops / (peak * _fullness(ops, card, c))
-    narrow = np.clip(np.minimum(ops.rows, ops.columns), 16, 128)
-    loaded = ops.flops / 2 * np.where(ops.half, 2, 4) * (1 / 128 + 1 / narrow)
-    feeding = np.where(ops.depthwise, 0.0, loaded) / (card.multiprocessors * card.clock_hz * c.feed_bytes)
-    units, feeding = units / _clock_share(card, c), feeding / _clock_share(card, c)
-    result: Array = (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
-    return result
+def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
+    def column(value: Any) -> Array:
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), ops.flops.shape)
 
-
-def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
-    """Return the useful share of the units' work: edges of tiles, idle multiprocessors and short sums waste some."""
-
-    def padded(size: Array, unit: int) -> Array:
-        found: Array = np.maximum(1.0, np.ceil(size / unit) * unit)
-        return found
-
-    product = (ops.flops > 0) & ~ops.depthwise
-    rows, columns = np.maximum(ops.rows, ops.columns), np.minimum(ops.rows, ops.columns)
-    edges = rows * columns / (padded(rows, _TILE_ROWS) * padded(columns, _TILE_COLUMNS))
-    edges = np.where(ops.grouped, columns / padded(columns, _GROUP_COLUMNS), edges)
-    tiles = np.maximum(1.0, ops.products * np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS))
-    tiles = tiles * np.maximum(1.0, np.minimum(card.multiprocessors / tiles, ops.depth / _SPLIT_DEPTH))
-    waves = tiles / (np.ceil(tiles / card.multiprocessors) * card.multiprocessors)
-    sums = ops.depth / (padded(ops.depth, _TILE_DEPTH) + c.depth_latency)
-    result: Array = np.where(product, np.maximum(1e-3, edges * waves * sums), 1.0)
+    half, fp8 = ops.element_bytes == 2, ops.element_bytes == 1
+    in_tf32 = ~half & ~fp8 & np.equal(card.single_in_tf32, True)
+    peak = column(card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32))
+    winograd = np.maximum(peak, card.simd_flops_per_s * c.fp32 * c.winograd)
+    peak = np.where(ops.winograd & np.equal(card.tries_algorithms, True), winograd, peak)
+    peak = np.where(half, card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0), peak)
+    peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
+    peak = np.where(in_tf32 & ops.gradient, peak * card.turned_tf32, peak)
+    peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
+    # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
+    per_cycle = peak / (card.multiprocessors * card.clock_hz)
+    narrow = np.minimum(ops.rows, ops.columns)
+    tiled = Products(
+        products=ops.products,
+        rows=np.maximum(ops.rows, ops.columns),
+        columns=np.where(ops.grouped, np.ceil(narrow / _GROUP_COLUMNS) * _GROUP_COLUMNS, narrow),
+        depth=ops.depth,
+        element_bytes=ops.element_bytes,
+        flops_per_cycle=per_cycle,
+        multiprocessors=column(card.multiprocessors),
+        sharing=column(card.sharing),
+    )
+    cycles = np.zeros_like(ops.flops)
+    products = (ops.flops > 0) & ~ops.depthwise & ~ops.attention
+    cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
+    fused = replace(tiled, rows=ops.rows, columns=ops.columns)
+    cycles[ops.attention] = attention_cycles(
+        fused.where(ops.attention), ops.gradient[ops.attention], fill_cycles=c.fill_cycles
+    )
+    simd = card.simd_flops_per_s * c.depthwise / (card.multiprocessors * card.clock_hz)
+    depthwise = ops.flops / column(card.multiprocessors * simd)
+    result: Array = np.where(ops.depthwise, depthwise, cycles) / clock_hz
     return result
 
 
 def longer_of(device_s: Any, host_s: Any) -> Any:
     """Return about the longer of two times, without a corner where they are equal."""
-    return (device_s**4 + host_s**4) ** 0.25
+    return (device_s**_EDGE + host_s**_EDGE) ** (1 / _EDGE)
 
 
 # ``python -m benchmarks predict_fit`` writes that file from public measurements. The errors are measured on GPUs of an architecture that
 # was left out of the fit.
+
+LATENCY_S = 4e-6
+"""From the end of one kernel to the start of the next: the shortest products of the public tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """The free parameters of the formulas; the defaults are where a fit begins."""
 
-    half: float = 0.75
+    half: float = 0.85
     """Share of the peak rate that 16-bit products reach."""
     tf32: float = 0.75
     fp32: float = 0.75
-    depthwise: float = 0.2
+    depthwise: float = 0.1
     """Share of the FP32 rate that depthwise convolutions reach."""
-    grouped: float = 0.5
-    """Rate of grouped convolutions as a share of others'."""
     winograd: float = 2.0
     """Rate of FP32 convolutions of 3 x 3 over what their multiplications allow: Winograd's algorithm needs fewer."""
-    bandwidth: float = 0.75
+    bandwidth: float = 0.88
     """Share of the memory's bandwidth that is reached."""
-    issue_bytes: float = 20.0
-    """Bytes that one multiprocessor moves in a cycle, at most."""
+    issue_elements: float = 4.5
+    """Elements that one multiprocessor moves in a cycle, at most, outside of products."""
     block_elements: float = 1.25
     """Elements that one block of threads moves in a cycle: channels-first batch normalisation has one block per channel."""
-    feed_bytes: float = 40.0
+    feed_bytes: float = 64.0
     """Bytes that matrix units get from the L2 cache, per cycle and multiprocessor."""
+    fill_cycles: float = 3000.0
+    """Cycles of a tile in which its units wait: for the first loads, and while its results are written."""
+    l2_bytes: float = 10.0
+    """Bytes that one multiprocessor streams from the L2 cache in a cycle."""
+    l2_share: float = 0.4
+    """Share of the L2 cache in which an operation finds its operands."""
     layout_copies: float = 0.5
-    """Copies of a channels-first 16-bit convolution's operands, in reads and writes of all of them."""
-    norm_passes: float = 1.0
-    """Extra reads of batch normalisation's operands."""
-    l2_share: float = 0.2
-    """Share of the L2 cache in which an operation finds what the last one wrote."""
-    overlap: float = 2.0
+    """Copies of a channels-first convolution's operands, in reads and writes of all of them."""
+    overlap: float = 3.0
     """1 where arithmetic and traffic wait for each other, large where they overlap."""
-    depth_latency: float = 32.0
-    """Products of a sum that pass before its units are full."""
-    latency_s: float = 3e-6
-    """From the end of one kernel to the start of the next."""
-    launch_s: float = 6e-6
-    """Host time of one kernel; assumed, not fitted: the rows have large batches."""
     full_clock_w: float = 2.2
     """Board power for each multiprocessor and GHz below which the clock falls."""
-    waiting: float = 0.8
+    waiting: float = 0.65
     """Rate of 16-bit products where loads into shared memory are not asynchronous, over that where they are."""
     old_libraries: float = 1.15
     """Time of steps on matrix units in containers of 2020 and 2021, over later ones."""
@@ -278,8 +323,14 @@ class Fitted:
     """10th percentile of measured over predicted throughput, architectures left out."""
     high: float
     """90th percentile."""
+    bands: dict[str, tuple[float, float]]
+    """The same two for rows of one architecture, where there are enough."""
     validated: dict[str, list[str]]
     """Architecture: the precisions that rows have measured."""
+
+    def band(self, architecture: str) -> tuple[float, float]:
+        """Return the 10th and 90th percentile of measured over predicted throughput on GPUs of ``architecture``."""
+        return self.bands.get(family(architecture), (self.low, self.high))
 
     def covers(self, architecture: str, precision: str) -> bool:
         """Return whether rows of that architecture and precision were measured."""
@@ -295,4 +346,5 @@ def family(architecture: str) -> str:
 def fitted() -> Fitted:
     """Return the constants that ship."""
     data: dict[str, Any] = json.loads((files("mezzo.measure.predict") / "constants.json").read_text(encoding="utf-8"))
-    return Fitted(**{**data, "constants": Constants(**data["constants"])})
+    bands = {name: (low, high) for name, (low, high) in data["bands"].items()}
+    return Fitted(**{**data, "constants": Constants(**data["constants"]), "bands": bands})

@@ -58,7 +58,7 @@ def record_training(
     """
     model = _built(build, policy)
     model.train()
-    recorder = Recorder(batch=batch, units=units_of(model))
+    recorder = Recorder(batch=batch, units=units_of(model), gpu=gpu)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _make_fake(model, fake)
     region = region_of(policy)
