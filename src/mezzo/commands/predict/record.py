@@ -18,6 +18,31 @@ class ModuleShare(Value):
     """What most of it waits for: ``arithmetic``, ``bandwidth`` or ``launch``."""
 
 
+class DataSet(Value):
+    """The data that a script trains on."""
+
+    samples: int | None = None
+    """What one pass draws in all processes; None where it is not known."""
+    reason: str = ""
+    """Why it is not known."""
+    processes: int = 1
+    """Processes among which the script's sampler shares it."""
+    loaders: int = 1
+    """Loaders from which a step draws; this is the one with the smallest data set."""
+
+
+class LoaderRate(Value):
+    """What a script's loader delivers on the machine that predicts, without the model."""
+
+    samples_per_s: float | None = None
+    """In one process; None where it was not timed."""
+    workers: int = 0
+    batches: int = 0
+    """How many batches were timed."""
+    reason: str = ""
+    """Why it was not timed."""
+
+
 class Prediction(Value):
     """One GPU under one policy."""
 
@@ -59,7 +84,13 @@ class Prediction(Value):
     fits: bool = False
     """Whether the batch fits when the allocator is replayed under the GPU's memory."""
     largest_batch: int | None = None
-    """The largest that fits with the record's headroom; None if batch sizes do not follow from each other."""
+    """The largest that fits with the record's headroom and is within ``largest_limit``; None if batch sizes do not follow from each other."""
+    largest_limit: Literal["memory", "data set", "measured"] = "memory"
+    """What ends it: the memory; the samples of the data set; or the batches that measurements have, beyond which none is predicted."""
+    copy_ms: float = 0.0
+    """Time in which the link to the host moves a step's inputs, if none of them is on the GPU already."""
+    slower: Literal["", "loader", "copies"] = ""
+    """What delivers fewer samples than the GPU would train on: the script's loader on this machine, or the link to the host."""
     largest_throughput: float | None = None
     over_fp32: float | None = None
     """Speed-up over strict FP32."""
@@ -166,6 +197,9 @@ class PredictRecord(WholeRecord):
     assumptions: list[Note] = []
     no_other_batch: str = ""
     """Why the predictions at other batch sizes do not follow from the script's own; empty if they do."""
+    data: DataSet | None = None
+    """None for a model by name, and for a script without a loader."""
+    loader: LoaderRate | None = None
 
     @property
     def best(self) -> Prediction | None:

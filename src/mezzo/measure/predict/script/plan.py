@@ -27,7 +27,7 @@ from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unev
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy
 from mezzo.policyfields import DYNAMIC_SCALE
-from mezzo.records import AS_IS, Note, RealGpus
+from mezzo.records import AS_IS, DataSet, LoaderRate, Note, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
@@ -50,6 +50,10 @@ class ScriptPlan:
     """Why other batch sizes do not follow from the script's own; empty if they do."""
     channels_last: bool | None
     """Whether convolutions have channels-last weights or inputs; None without convolutions."""
+    data: DataSet | None
+    """None without a loader."""
+    loader: LoaderRate | None
+    """None without a loader, or if it was not to be timed."""
 
 
 def script_plan(
@@ -62,6 +66,7 @@ def script_plan(
     scaled: bool = True,
     limit_s: float | None = None,
     on_gpu: bool = True,
+    times_loader: bool = False,
 ) -> ScriptPlan:
     """Return the tapes of a script.
 
@@ -74,6 +79,7 @@ def script_plan(
         scaled: whether to predict other batch sizes too, which takes a second tape for each policy.
         limit_s: time after which tracing ends.
         on_gpu: whether the prediction is for a GPU instead of this machine.
+        times_loader: whether to time the script's loader on this machine.
 
     Raises:
         ScriptError: the script fails, or cannot be traced.
@@ -89,6 +95,7 @@ def script_plan(
         TapeRequest(script=script, arguments=own_arguments, policy=policy, as_module=as_module, gpu_present=on_gpu)
         for policy in policies
     ]
+    requests[-1] = replace(requests[-1], times_loader=times_loader)
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
     refused = {request.policy: tape.error for request, tape in recorded if tape.error}
@@ -101,7 +108,13 @@ def script_plan(
     known = script_tapes[0]
     gpu_present = on_gpu and not known.fails_with_gpu
     requests = [
-        replace(request, numbers_first=known.numbers_first, gpu_present=gpu_present, launched=known.launched)
+        replace(
+            request,
+            numbers_first=known.numbers_first,
+            gpu_present=gpu_present,
+            launched=known.launched,
+            times_loader=False,
+        )
         for request, tape in recorded
         if not tape.error
     ]
@@ -126,16 +139,43 @@ def script_plan(
     )
     source = other_tapes[0].size_at if other_tapes else ""
     no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
+    data = _data_set(known.data, other_tapes[0].data if other_tapes else known.data)
     return ScriptPlan(
         tapes=tapes,
         refused=refused,
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
+        assumptions=[
+            *_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
+            *_of_data(data, batch or size or 1),
+        ],
         no_other_batch=no_other,
         channels_last=_layout(known),
+        data=data,
+        loader=next((tape.loader for _, tape in recorded if tape.loader is not None), None),
     )
+
+
+def _data_set(own: DataSet | None, at_other_batch: DataSet | None) -> DataSet | None:
+    """Return the data set, whose size is not known if the size of a batch changes it."""
+    if own is None or at_other_batch is None or own.samples == at_other_batch.samples:
+        return own
+    return own.model_copy(update={"samples": None, "reason": "the script makes as much as the size of its batch asks for"})
+
+
+def _of_data(data: DataSet | None, batch: int) -> list[Note]:
+    """Return a note on what the data set allows; none without a loader."""
+    if data is None:
+        return []
+    if data.samples is None:
+        return [Note(what="data set", value="of unknown size", reason=data.reason)]
+    several = f"the smallest of the {data.loaders} from which a step draws; " if data.loaders > 1 else ""
+    shared = f"shared by {data.processes} processes; " if data.processes > 1 else ""
+    most = "no largest batch is above it"
+    if batch > data.samples:
+        most = f"batch {batch} is more than it has: the loader yields {data.samples} at most"
+    return [Note(what="data set", value=f"{data.samples:,} samples", reason=f"{several}{shared}{most}")]
 
 
 def _tapes_at_other_size(
@@ -493,6 +533,7 @@ def real_gpus(
                 channels_last=bool(plan.channels_last),
                 calibration=calibration_of(gpu),
                 refused=plan.refused,
+                data=plan.data,
             ).model_copy(update={"policy": shown})
             for gpu in gpus
             for shown, name in wanted.items()
