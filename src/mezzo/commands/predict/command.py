@@ -152,13 +152,13 @@ def predict(
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
-    own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
+    channels_last = channels_last or bool(traced.channels_last)
     conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
     cases = product(plans, conditions, wanted)
     predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases] + on_cpu
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
-    notes = [*rates_used(predictions), *assumptions(channels_last, own_layout, job, only_options=target is None)]
+    notes = [*rates_used(predictions), *assumptions(channels_last, traced, job, only_options=target is None)]
     record = _record(here, traced, job, predictions, notes, channels_last=channels_last)
     record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
@@ -200,6 +200,8 @@ def _record(
         predictions=predictions,
         assumptions=[*traced.assumptions, *notes],
         no_other_batch=traced.no_other_batch,
+        data=traced.data,
+        loader=traced.loader,
     )
 
 
@@ -223,6 +225,8 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         job=where.job,
         calibration=where.calibration,
         refused=traced.refused,
+        data=traced.data,
+        loader=traced.loader,
     )
     if traced.checkpoint:  # no measured row has it
         prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})

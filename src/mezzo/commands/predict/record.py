@@ -213,4 +213,6 @@ class PredictRecord(WholeRecord):
         """The model and the fastest GPU that it fits, in one line."""
         best = self.best
         where = "fits none" if best is None else f"{best.throughput:.4g} {self.unit}/s on {best.gpu} in {best.policy}"
+        if best is not None and best.slower == "loader" and self.loader is not None:
+            where += f" if its loader keeps up ({self.loader.samples_per_s:.4g} here)"
         return f"{self.model}, batch {self.batch}: {where}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
-    from mezzo.records import Note, RealGpus, RunRecord
+    from mezzo.records import DataSet, LoaderRate, Note, RealGpus, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,10 @@ class Traced:
     """Why other batch sizes do not follow from a script's own; empty if they do."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """The error of a script, by the recorded policy under which it fails."""
+    data: DataSet | None = None
+    """A script's data set; None without a loader."""
+    loader: LoaderRate | None = None
+    """What a script's loader delivers on this machine."""
 
 
 def of_model(
@@ -216,7 +220,9 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
         from mezzo.measure.predict.script.plan import script_plan
         from mezzo.measure.predict.script.tapes import hint_under
 
-        script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
+        script_tapes = script_plan(
+            target, arguments, plan.to_record(policies), batch=batch, as_module=as_module, times_loader=True
+        )
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
@@ -230,12 +236,12 @@ def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     return shared_imports(target, kind="module" if as_module else "script")
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Note]:
+def assumptions(channels_last: bool, traced: Traced, job: GpuGroup, *, only_options: bool) -> list[Note]:
     """Return what every prediction assumes.
 
     Args:
         channels_last: whether predictions are for channels-last images.
-        own_layout: whether the traced script or model stores images channels-last; None if it has no images.
+        traced: the traced script or model.
         job: how many GPUs train together.
         only_options: whether only the options decide the layout.
     """
@@ -244,6 +250,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
 
     default = "--channels-last was not given" if only_options else "as the script stores its images"
     faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
+    own_layout = traced.channels_last
     why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
     layout = Note(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
     return [
@@ -253,7 +260,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
             value="all products in one of them",
             reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
         ),
-        Note(what="input pipeline", value="keeps up", reason="its time is not predicted"),
+        _input_pipeline(traced),
         Note(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
@@ -261,6 +268,21 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         ),
         _sharing(job),
     ]
+
+
+def _input_pipeline(traced: Traced) -> Note:
+    from mezzo.records import Note
+
+    loader, what = traced.loader, "input pipeline"
+    if loader is None or loader.samples_per_s is None:
+        why = f"its loader was not timed: {loader.reason}" if loader is not None else "its time is not predicted"
+        return Note(what=what, value="keeps up", reason=why)
+    workers = f"{loader.workers} workers" if loader.workers else "no workers"
+    return Note(
+        what=what,
+        value=f"{loader.samples_per_s:,.0f} samples/s at most",
+        reason=f"the loader alone delivers this on this machine with {workers}, in {loader.batches} batches; another host differs",
+    )
 
 
 def _sharing(job: GpuGroup) -> Note:
@@ -395,6 +417,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
             batch=traced.batch,
             channels_last=bool(traced.channels_last),
             refused=traced.refused,
+            data=traced.data,
         )
         if not prediction.possible or prediction.largest_batch is None:
             reasons.append(
@@ -405,7 +428,9 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
             )
         elif prediction.largest_batch:
             why = f"predicted for {gpu.name}, {plan.MEMORY_HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
-            reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
+            limits = {"data set": "all ", "measured": "over "}
+            count = f"{limits.get(prediction.largest_limit, '')}{prediction.largest_batch}"
+            reasons.append(_reason(f"{count} {traced.unit} under {policy}", why))
         else:
             reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
     return reasons

@@ -153,7 +153,7 @@ def script_plan(
         no_other_batch=no_other,
         channels_last=_layout(known),
         data=data,
-        loader=next((tape.loader for _, tape in recorded if tape.loader is not None), None),
+        loader=None if size is None else next((tape.loader for _, tape in recorded if tape.loader is not None), None),
     )
 
 
