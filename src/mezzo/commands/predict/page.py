@@ -172,8 +172,8 @@ def _limits(record: PredictRecord) -> Iterator[str]:
     if loader is not None and any(one.slower == "loader" for one in possible):
         each = " for each GPU" if record.gpus_per_job > 1 else ""
         yield (
-            f"Bound by loader: the script's loader delivers {fmt.rate_text(loader.samples_per_s or 0.0)} {unit}/s{each} on this machine with "
-            f"{_workers(loader)}, less than the GPU would train on; {unit}/s are the GPU's."
+            f"Bound by loader: the script's loader delivers {fmt.rate_text(loader.samples_per_s or 0.0)} {unit}/s{each} on this machine "
+            f"with {_workers(loader)}, less than the GPU would train on; {unit}/s are the GPU's."
         )
     elif loader is not None and loader.reason:
         yield f"The script's loader was not timed: {fmt.clean(loader.reason)}."

@@ -84,9 +84,9 @@ class Prediction(Value):
     fits: bool = False
     """Whether the batch fits when the allocator is replayed under the GPU's memory."""
     largest_batch: int | None = None
-    """The largest that fits with the record's headroom and is within ``largest_limit``; None if batch sizes do not follow from each other."""
+    """The largest that fits with the record's headroom, within ``largest_limit``; None if other sizes do not follow."""
     largest_limit: Literal["memory", "data set", "measured"] = "memory"
-    """What ends it: the memory; the samples of the data set; or the batches that measurements have, beyond which none is predicted."""
+    """What ends it: memory, the samples of the data set, or the largest batch of a measurement."""
     copy_ms: float = 0.0
     """Time in which the link to the host moves a step's inputs, if none of them is on the GPU already."""
     slower: Literal["", "loader", "copies"] = ""

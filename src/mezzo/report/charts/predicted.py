@@ -65,7 +65,9 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
 def _largest(record: PredictRecord, detail: PredictionDetail) -> str:
     """Return what the largest batches have in common."""
     kinds = {one.largest_limit for one in record.predictions if one.gpu == detail.gpu and one.largest_batch}
-    limits = [{"data set": "the data set has", "measured": "measurements cover"}.get(kind, "fits") for kind in sorted(kinds)]
+    limits = [
+        {"data set": "the data set has", "measured": "measurements cover"}.get(kind, "fits") for kind in sorted(kinds)
+    ]
     return " or that ".join(limits)
 
 

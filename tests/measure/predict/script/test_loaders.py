@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def script(data: str, *, over: str = "loader", inputs: str = "batch[0]") -> str:
     return TRAINS.format(data=data, over=over, inputs=inputs)
 
 
-def known(folder: Path, text: str, **how: object) -> DataSet | None:
-    found: ScriptTape = recorded(folder, text, **how)  # type: ignore[arg-type]
+def known(folder: Path, text: str, **how: Any) -> DataSet | None:
+    found: ScriptTape = recorded(folder, text, **how)
     assert found.tape is not None, found.error
     return found.data
 
@@ -117,7 +118,9 @@ def test_a_distributed_sampler_shares_the_data_set(tmp_path: Path) -> None:
 
 def test_of_several_loaders_the_smallest_counts_and_earlier_ones_do_not(tmp_path: Path) -> None:
     several = f"{DATA}few = TensorDataset(torch.randn(24, 8))\nnext(iter(DataLoader(Subset(data, [0]), 1)))\n"
-    text = script(f"{several}one, two = DataLoader(data, 8), DataLoader(few, 8)", over="zip(one, two)", inputs="batch[0][0]")
+    text = script(
+        f"{several}one, two = DataLoader(data, 8), DataLoader(few, 8)", over="zip(one, two)", inputs="batch[0][0]"
+    )
     assert known(tmp_path, text) == DataSet(samples=24, loaders=2)
 
 
@@ -128,7 +131,8 @@ def test_without_a_loader_nothing_is_known(tmp_path: Path) -> None:
 
 def test_a_loader_that_was_made_by_hand_has_no_surprises() -> None:
     assert smallest_data([]) == (None, None)
-    loader = DataLoader([torch.zeros(2)] * 5, 2)
+    rows: Any = [torch.zeros(2)] * 5
+    loader: Any = DataLoader(rows, 2)
     assert data_set_of(loader, 2) == DataSet(samples=5)
 
 
@@ -179,7 +183,8 @@ def test_a_loader_that_is_too_slow_or_fails_has_a_reason(monkeypatch: pytest.Mon
 
     failing = rate_of(DataLoader(Slow(0.0), 8, collate_fn=fails), 0)
     assert failing.reason == "it fails outside of the training: ValueError: no such file"
-    texts = rate_of(DataLoader(["a", "b"], 1), 0)
+    words: Any = ["a", "b"]
+    texts = rate_of(DataLoader(words, 1), 0)
     assert texts.reason == "its batches have no tensors"
 
 
@@ -209,7 +214,11 @@ class Reads(Dataset):
         (f"{GLOBAL}loader = DataLoader(Reads(), 8)", "batch[0]", 0),
         ("data = [torch.randn(8) for _ in range(60)]\nloader = DataLoader(data, 8, drop_last=True)", "batch", 0),
         (f"{STREAM}loader = DataLoader(Stream(), 8)", "batch", 0),
-        (f"{DATA}loader = DataLoader(data, 8, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))", "batch", 0),
+        (
+            f"{DATA}loader = DataLoader(data, 8, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))",
+            "batch",
+            0,
+        ),
     ],
     ids=["tensors", "after a module", "entries", "globals", "list", "stream", "collate"],
 )

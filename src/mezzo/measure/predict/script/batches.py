@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.engine.casts.registration import unwrapped
 from mezzo.engine.loop_checks import in_fp32
 from mezzo.engine.session import Session
 from mezzo.measure.predict.script.loaders import DrawnFrom, Loaders, first_size

@@ -131,7 +131,7 @@ def smallest_data(drawn: Sequence[DrawnFrom]) -> tuple[Any, DataSet | None]:
 
 def _length(obj: Any) -> int | None:
     try:
-        return int(len(obj))
+        return len(obj)
     except Exception:  # a class of the script may raise what it likes
         return None
 

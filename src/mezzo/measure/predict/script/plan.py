@@ -98,26 +98,15 @@ def script_plan(
     requests[-1] = replace(requests[-1], times_loader=times_loader)
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
-    refused = {request.policy: tape.error for request, tape in recorded if tape.error}
-    refused |= {
-        request.policy.replace("fp16", "bf16"): tape.refused_in_bf16
-        for request, tape in recorded
-        if tape.refused_in_bf16
-    }
     script_tapes = [tape for _, tape in recorded if not tape.error]
     known = script_tapes[0]
-    gpu_present = on_gpu and not known.fails_with_gpu
-    requests = [
-        replace(
-            request,
-            numbers_first=known.numbers_first,
-            gpu_present=gpu_present,
-            launched=known.launched,
-            times_loader=False,
-        )
-        for request, tape in recorded
-        if not tape.error
-    ]
+    now: dict[str, Any] = {
+        "numbers_first": known.numbers_first,
+        "gpu_present": on_gpu and not known.fails_with_gpu,
+        "launched": known.launched,
+        "times_loader": False,
+    }
+    requests = [replace(request, **now) for request, tape in recorded if not tape.error]
     size = batch_in_arguments or known.batch
     other_tapes, why = list[ScriptTape](), "they were not requested"
     if scaled or batch not in (None, size):
@@ -142,7 +131,7 @@ def script_plan(
     data = _data_set(known.data, other_tapes[0].data if other_tapes else known.data)
     return ScriptPlan(
         tapes=tapes,
-        refused=refused,
+        refused=_refused(recorded),
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
@@ -157,11 +146,20 @@ def script_plan(
     )
 
 
+def _refused(recorded: Sequence[tuple[TapeRequest, ScriptTape]]) -> dict[str, str]:
+    """Return the errors of a script by the policy under which it fails: a recorded policy, or its BF16 partner."""
+    failed = {request.policy: tape.error for request, tape in recorded if tape.error}
+    refused = {request.policy.replace("fp16", "bf16"): tape.refused_in_bf16 for request, tape in recorded}
+    return failed | {policy: error for policy, error in refused.items() if error}
+
+
 def _data_set(own: DataSet | None, at_other_batch: DataSet | None) -> DataSet | None:
     """Return the data set, whose size is not known if the size of a batch changes it."""
     if own is None or at_other_batch is None or own.samples == at_other_batch.samples:
         return own
-    return own.model_copy(update={"samples": None, "reason": "the script makes as much as the size of its batch asks for"})
+    return own.model_copy(
+        update={"samples": None, "reason": "the script makes as much as the size of its batch asks for"}
+    )
 
 
 def _of_data(data: DataSet | None, batch: int) -> list[Note]:
