@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from mezzo.records import LoaderRate, Prediction, PredictionDetail, PredictRecord, RealGpus
+from mezzo.commands.predict.beside import beside
+from mezzo.records import LoaderRate, Prediction, PredictionDetail, PredictRecord, RealGpus, Row
 from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -329,8 +330,14 @@ def _card(prediction: Prediction) -> str:
     return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
-def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
-    """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested."""
+def real_gpus_sections(predicted: RealGpus | None, device_name: str | None, rows: Sequence[Row]) -> list[Section]:
+    """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested.
+
+    Args:
+        predicted: the predictions.
+        device_name: the device of the runs, whose own predictions are shown beside the measurements.
+        rows: what was measured.
+    """
     if predicted is None:
         return []
     left_out = pages.facts(predicted.not_predicted)
@@ -349,6 +356,9 @@ def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
             title=REAL_GPUS,
             blocks=[_real_gpus(predicted), Paragraph(text=_traced(predicted), faint=True)],
             details=True,
+        ),
+        facts_section(
+            "Predicted and measured on this GPU", pages.facts(beside(predicted, device_name, rows)), details=True
         ),
         Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
         Section(

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from mezzo.records.values import Environment, Note, Value, WholeRecord
 
+BEYOND_ERROR = 1.15
+"""A predicted speed-up from which a policy counts as faster: predictions of measured trainings were off by less in most cases."""
+
 
 class ModuleShare(Value):
     """One module's share of the step."""
