@@ -125,8 +125,13 @@ def _band(record: PredictRecord) -> str:
         return (
             "The band comes from the trainings that calibrated this machine; no largest batch is predicted for a CPU."
         )
+    measured = (
+        "; rates measured on this machine have bands of their own"
+        if any(prediction.calibrated for prediction in record.predictions)
+        else ""
+    )
     return (
-        "Each band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        f"Each band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit{measured}; "
         f"the largest batch fits into {1 - record.headroom:.0%} of the memory."
     )
 

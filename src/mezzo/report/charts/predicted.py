@@ -42,6 +42,11 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     sizes = sorted({size for curve in curves for size in curve.batches})
     styles = policy_styles([curve.policy for curve in curves])
     lines = [_rate_line(curve, sizes, styles[curve.policy]) for curve in curves]
+    loader, note = record.loader, ""
+    if loader is not None and loader.samples_per_s is not None:
+        rate = loader.samples_per_s * record.gpus_per_job
+        lines.append(Line(name="loader here", style=Style(family="other"), y=[rate] * len(sizes)))
+        note = f" The script's loader delivers {fmt.rate_text(rate)} {unit}/s on this machine."
     ends = [
         f"{fmt.clean(curve.policy)} {curve.batches[-1]} with {fmt.rate_text(curve.throughput[-1])} {unit}/s"
         for curve in curves
@@ -51,7 +56,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
         title=title,
         description=f"The largest batch that {_largest(record, detail)}: {'; '.join(ends)}.",
         note=f"Predicted. A cross marks the largest batch, which fits into {1 - record.headroom:.0%} of the memory. "
-        f"This record is of batch {record.batch}.",
+        f"This record is of batch {record.batch}.{note}",
         x=[math.log2(size) for size in sizes],
         last_x=math.log2(sizes[-1]),
         x_axis=Axis(title="batch", kind="doubling"),
