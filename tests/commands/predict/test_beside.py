@@ -6,7 +6,7 @@ import pytest
 
 import record_builders as build
 from mezzo.commands.predict.beside import beside, beside_text, is_here, off_text
-from mezzo.records import CompareRecord, Note, Prediction, RealGpus
+from mezzo.records import CompareRecord, Memory, Note, Prediction, RealGpus
 from mezzo.report.pages import page_of
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -66,7 +66,7 @@ def test_each_row_of_the_gpu_of_the_runs_has_its_prediction_beside_it() -> None:
         value="predicted 23.9 ms, measured 31.5 ms: 24% off, too fast",
         reason="allocated: predicted 3.00 GiB, measured 4.00 GiB: 25% off, too little",
     )
-    facts = page_of(record).facts("Predicted and measured on this GPU")
+    facts = page_of(record).facts("Predicted and measured here")
     assert [fact.what for fact in facts] == [note.what for note in found]
 
 
@@ -77,6 +77,17 @@ def test_emulated_rows_and_other_gpus_have_nothing_beside_them() -> None:
         other = compared(name)
         assert beside(other.real_gpus, other.environment.gpu, other.rows) == []
     assert beside(None, H100, record.rows) == []
+
+
+def test_a_calibrated_cpu_has_its_prediction_beside_it() -> None:
+    record = compared(None)
+    assert record.real_gpus is not None
+    here = Prediction(gpu="cpu", policy="fp32", possible=True, step_ms=30.0, calibrated=True)
+    predicted = record.real_gpus.model_copy(update={"here": here})
+    rows = [row.model_copy(update={"memory": Memory()}) for row in record.rows]
+    assert beside(predicted, None, rows) == [
+        Note(what="cpu, fp32", value="predicted 30.0 ms, measured 31.5 ms: 5% off, too fast", reason="")
+    ]
 
 
 def test_a_check_on_that_gpu_says_it_in_its_answer() -> None:

@@ -1,4 +1,4 @@
-"""Predictions beside measurements on the same kind of device: how far off they are. Imports no torch."""
+"""Predictions beside measurements on the same device: how far off they are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ def beside(predicted: RealGpus | None, device_name: str | None, rows: Sequence[R
         device_name: the device of the runs, as torch reports it.
         rows: what was measured; emulated rows have no time and no memory of their own.
     """
+    if predicted is None:
+        return []
     found = []
     measured = {row.policy_shown: row for row in rows if not row.emulated}
-    for one in predicted.predictions if predicted is not None else ():
+    on_gpu = [one for one in predicted.predictions if one.possible and is_here(one.gpu, device_name)]
+    for one in [predicted.here] if predicted.here is not None else on_gpu:
         row = measured.get(one.policy)
-        if row is None or not one.possible or row.step_ms is None or not is_here(one.gpu, device_name):
+        if row is None or row.step_ms is None:
             continue
         peak, memory = row.memory.cuda_allocated_bytes, ""
         if peak and not row.memory.of_emulation:

@@ -362,9 +362,7 @@ def real_gpus_sections(predicted: RealGpus | None, device_name: str | None, rows
             blocks=[_real_gpus(predicted), Paragraph(text=_traced(predicted), faint=True)],
             details=True,
         ),
-        facts_section(
-            "Predicted and measured on this GPU", pages.facts(beside(predicted, device_name, rows)), details=True
-        ),
+        facts_section("Predicted and measured here", pages.facts(beside(predicted, device_name, rows)), details=True),
         Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
         Section(
             title="Assumed", blocks=[FactTable(rows=pages.facts(predicted.assumptions))], shown_in="page", folded=True

@@ -171,6 +171,8 @@ class RealGpus(Value):
     reason: str = ""
     """Why nothing was predicted; empty if something was."""
     assumptions: list[Note] = []
+    here: Prediction | None = None
+    """FP32 on the CPU of the runs, from its calibration; None unless the runs were on a calibrated CPU."""
 
 
 class PredictRecord(WholeRecord):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,10 +24,11 @@ from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
     from mezzo.gpus import Gpu
+    from mezzo.measure.predict.calibrate import Calibration
     from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
-    from mezzo.records import DataSet, LoaderRate, Note, RealGpus, RunRecord
+    from mezzo.records import DataSet, LoaderRate, Note, Prediction, RealGpus, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +160,20 @@ class Traced:
     """A script's data set; None without a loader."""
     loader: LoaderRate | None = None
     """What a script's loader delivers on this machine."""
+    on_cpu: Prediction | None = None
+    """The prediction for this machine's CPU, if one was requested."""
 
 
 def of_model(
-    by_name: ByName, policies: list[str], *, batch: int, channels_last: bool, checkpoint: str | None = None
+    by_name: ByName,
+    policies: list[str],
+    *,
+    batch: int,
+    channels_last: bool,
+    checkpoint: str | None = None,
+    calibration: Calibration | None = None,
 ) -> Traced:
-    """Return the tapes of a model by name, checkpointed by a plan if one is given."""
+    """Return the tapes of a model by name, checkpointed by a plan if one is given, and its prediction for a calibrated CPU."""
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.placeholder_numbers import numbers_read
 
@@ -182,10 +191,15 @@ def of_model(
             raise
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
+    on_cpu = None
+    if calibration is not None:
+        tape = named.tape_of(built, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+        on_cpu = plan.predict_cpu(tape, calibration, batch=batch)
     layout = channels_last if built.unit == "images" else None
     lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.first.read_at))
     assumed = [numbers_read("model", lines)] if lines else []
-    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
+    facts: dict[str, Any] = {"channels_last": layout, "checkpoint": checkpoint or "", "on_cpu": on_cpu}
+    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, **facts)
 
 
 def _for(recorded: str, policies: list[str]) -> str:
@@ -210,23 +224,33 @@ def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
     )
 
 
-def of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> Traced:
-    """Return the tapes of a script."""
+def of_script(
+    target: str,
+    arguments: list[str],
+    policies: list[str],
+    batch: int | None,
+    as_module: bool,
+    calibration: Calibration | None = None,
+) -> Traced:
+    """Return the tapes of a script, and its prediction for a calibrated CPU."""
     check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     with stoppable() as stop, stop.at_once(), tracing(target, as_module=as_module):
         from mezzo.measure.predict import plan  # these import torch, as the other process does at the same time
-        from mezzo.measure.predict.script.plan import script_plan
+        from mezzo.measure.predict.script.plan import script_on_cpu, script_plan
         from mezzo.measure.predict.script.tapes import hint_under
 
         script_tapes = script_plan(
             target, arguments, plan.to_record(policies), batch=batch, as_module=as_module, times_loader=True
         )
+        on_cpu = None
+        if calibration is not None:
+            on_cpu = script_on_cpu(target, arguments, calibration, batch=batch, as_module=as_module)
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
-    return Traced(name=target, size="the script's own inputs", **vars(script_tapes))
+    return Traced(name=target, size="the script's own inputs", on_cpu=on_cpu, **vars(script_tapes))
 
 
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
@@ -354,11 +378,15 @@ def predicted_for(
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
-        from mezzo.measure.predict.script.plan import (
-            real_gpus,
-        )  # imports torch, as the other process does at the same time
+        # these import torch, as the other process does at the same time
+        from mezzo.measure.predict.calibrate import device_name, saved_calibration
+        from mezzo.measure.predict.script.plan import real_gpus
 
-        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        here = trained[0].environment
+        own = saved_calibration(device_name("cpu")) if here.device == "cpu" else None
+        calibration = own if own is not None and own.threads == here.threads else None
+        how: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s, "calibration": calibration}
+        predicted = real_gpus(script.target, arguments, policies, cards, **how)
         return None if stop.stopped else predicted
     return None
 

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _DatasetKind
 
 from mezzo.engine.casts.registration import unwrapped
-from mezzo.records import DataSet, LoaderRate
+from mezzo.records import DataSet, LoaderRate, Note
 
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
 
@@ -127,6 +127,29 @@ def smallest_data(drawn: Sequence[DrawnFrom]) -> tuple[Any, DataSet | None]:
         return None, None
     loader, data = min(sizes.values(), key=lambda one: math.inf if one[1].samples is None else one[1].samples)
     return loader, data.model_copy(update={"loaders": len(sizes)})
+
+
+def at_both_sizes(own: DataSet | None, at_other_batch: DataSet | None) -> DataSet | None:
+    """Return the data set, whose size is not known if the size of a batch changes it."""
+    if own is None or at_other_batch is None or own.samples == at_other_batch.samples:
+        return own
+    return own.model_copy(
+        update={"samples": None, "reason": "the script makes as much as the size of its batch asks for"}
+    )
+
+
+def notes_on(data: DataSet | None, batch: int) -> list[Note]:
+    """Return a note on what the data set allows; none without a loader."""
+    if data is None:
+        return []
+    if data.samples is None:
+        return [Note(what="data set", value="of unknown size", reason=data.reason)]
+    several = f"the smallest of the {data.loaders} from which a step draws; " if data.loaders > 1 else ""
+    shared = f"shared by {data.processes} processes; " if data.processes > 1 else ""
+    most = "no largest batch is above it"
+    if batch > data.samples:
+        most = f"batch {batch} is more than it has: the loader yields {data.samples} at most"
+    return [Note(what="data set", value=f"{data.samples:,} samples", reason=f"{several}{shared}{most}")]
 
 
 def _length(obj: Any) -> int | None:

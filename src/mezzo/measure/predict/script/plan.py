@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ from typing import Any
 from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibrate import calibration_of, rates_used
+from mezzo.measure.predict.calibrate import Calibration, calibration_of, rates_used
 from mezzo.measure.predict.placeholder_numbers import numbers_read
-from mezzo.measure.predict.plan import Tapes, predict, to_record
+from mezzo.measure.predict.plan import Tapes, predict, predict_cpu, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
+from mezzo.measure.predict.script.loaders import at_both_sizes, notes_on
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy
 from mezzo.policyfields import DYNAMIC_SCALE
-from mezzo.records import AS_IS, DataSet, LoaderRate, Note, RealGpus
+from mezzo.records import AS_IS, DataSet, LoaderRate, Note, Prediction, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
@@ -67,6 +69,7 @@ def script_plan(
     limit_s: float | None = None,
     on_gpu: bool = True,
     times_loader: bool = False,
+    on_cpu: bool = False,
 ) -> ScriptPlan:
     """Return the tapes of a script.
 
@@ -80,6 +83,7 @@ def script_plan(
         limit_s: time after which tracing ends.
         on_gpu: whether the prediction is for a GPU instead of this machine.
         times_loader: whether to time the script's loader on this machine.
+        on_cpu: whether to record the operations of this machine's CPU.
 
     Raises:
         ScriptError: the script fails, or cannot be traced.
@@ -92,7 +96,14 @@ def script_plan(
     batch_in_arguments = batch if has_batch(arguments) else None
     own_arguments = with_batch(arguments, batch_in_arguments)
     requests = [
-        TapeRequest(script=script, arguments=own_arguments, policy=policy, as_module=as_module, gpu_present=on_gpu)
+        TapeRequest(
+            script=script,
+            arguments=own_arguments,
+            policy=policy,
+            as_module=as_module,
+            gpu_present=on_gpu and not on_cpu,
+            on_cpu=on_cpu,
+        )
         for policy in policies
     ]
     requests[-1] = replace(requests[-1], times_loader=times_loader)
@@ -102,7 +113,7 @@ def script_plan(
     known = script_tapes[0]
     now: dict[str, Any] = {
         "numbers_first": known.numbers_first,
-        "gpu_present": on_gpu and not known.fails_with_gpu,
+        "gpu_present": requests[0].gpu_present and not known.fails_with_gpu,
         "launched": known.launched,
         "times_loader": False,
     }
@@ -128,7 +139,7 @@ def script_plan(
     )
     source = other_tapes[0].size_at if other_tapes else ""
     no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
-    data = _data_set(known.data, other_tapes[0].data if other_tapes else known.data)
+    data = at_both_sizes(known.data, other_tapes[0].data if other_tapes else known.data)
     return ScriptPlan(
         tapes=tapes,
         refused=_refused(recorded),
@@ -137,7 +148,7 @@ def script_plan(
         optimizer=known.optimizer or "no optimizer",
         assumptions=[
             *_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
-            *_of_data(data, batch or size or 1),
+            *notes_on(data, batch or size or 1),
         ],
         no_other_batch=no_other,
         channels_last=_layout(known),
@@ -151,29 +162,6 @@ def _refused(recorded: Sequence[tuple[TapeRequest, ScriptTape]]) -> dict[str, st
     failed = {request.policy: tape.error for request, tape in recorded if tape.error}
     refused = {request.policy.replace("fp16", "bf16"): tape.refused_in_bf16 for request, tape in recorded}
     return failed | {policy: error for policy, error in refused.items() if error}
-
-
-def _data_set(own: DataSet | None, at_other_batch: DataSet | None) -> DataSet | None:
-    """Return the data set, whose size is not known if the size of a batch changes it."""
-    if own is None or at_other_batch is None or own.samples == at_other_batch.samples:
-        return own
-    return own.model_copy(
-        update={"samples": None, "reason": "the script makes as much as the size of its batch asks for"}
-    )
-
-
-def _of_data(data: DataSet | None, batch: int) -> list[Note]:
-    """Return a note on what the data set allows; none without a loader."""
-    if data is None:
-        return []
-    if data.samples is None:
-        return [Note(what="data set", value="of unknown size", reason=data.reason)]
-    several = f"the smallest of the {data.loaders} from which a step draws; " if data.loaders > 1 else ""
-    shared = f"shared by {data.processes} processes; " if data.processes > 1 else ""
-    most = "no largest batch is above it"
-    if batch > data.samples:
-        most = f"batch {batch} is more than it has: the loader yields {data.samples} at most"
-    return [Note(what="data set", value=f"{data.samples:,} samples", reason=f"{several}{shared}{most}")]
 
 
 def _tapes_at_other_size(
@@ -488,6 +476,23 @@ _NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""
 
 
+def script_on_cpu(
+    script: str,
+    arguments: Sequence[str],
+    calibration: Calibration,
+    *,
+    batch: int | None = None,
+    as_module: bool = False,
+    limit_s: float | None = None,
+) -> Prediction:
+    """Return the prediction of a script in FP32 on this machine's CPU, as ``script_plan`` traces it."""
+    plan = script_plan(
+        script, arguments, [FP32.name], batch=batch, as_module=as_module, scaled=False, limit_s=limit_s, on_cpu=True
+    )
+    pair = plan.tapes[FP32.name]
+    return predict_cpu(pair.at(plan.batch), calibration, batch=plan.batch * pair.num_batches)
+
+
 def real_gpus(
     script: str,
     arguments: Sequence[str],
@@ -496,6 +501,7 @@ def real_gpus(
     *,
     as_module: bool = False,
     limit_s: float | None = None,
+    calibration: Calibration | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; never raises.
 
@@ -506,6 +512,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
+        calibration: that of this machine's CPU, to predict FP32 on it too; None to leave it out.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [
@@ -539,13 +546,19 @@ def real_gpus(
     except Exception as error:  # the comparison is complete without predictions
         why = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
         return nothing.model_copy(update={"reason": why.partition("\n")[0]})
+    here = None
+    if calibration is not None:
+        with suppress(MezzoError):  # what the comparison measured stands without it
+            how: dict[str, Any] = {"as_module": as_module, "limit_s": limit_s}
+            here = script_on_cpu(script, arguments, calibration, **how)
     return RealGpus(
+        here=here,
         gpus=nothing.gpus,
         batch=plan.batch,
         unit=plan.unit,
         predictions=found,
         not_predicted=not_predicted,
-        assumptions=[*plan.assumptions, *rates_used(found)],
+        assumptions=[*plan.assumptions, *rates_used([*found, *([here] if here is not None else [])])],
     )
 
 

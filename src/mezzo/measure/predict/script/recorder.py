@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -135,7 +135,7 @@ class ScriptRecorder:
                     first_process_alone(launched=request.launched),
                     without_compilation(self._note_compilation),
                     saved_in_memory(),
-                    cuda_operators(),
+                    nullcontext() if request.on_cpu else cuda_operators(),
                     largest_sizes(self._note_size),
                     longest_sequences(self._note_size),
                     copies_without_numbers(),
@@ -286,7 +286,7 @@ class ScriptRecorder:
                 master_weights = (masters.master_or_self(p) for model in self._models for p in model.parameters())
                 self.recorder.add_existing((p for p in master_weights if id(p) not in parameter_ids), "optimizer")
         for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
+            if group.get("foreach", False) is None and not (group.get("fused") or self._request.on_cpu):
                 group["foreach"] = True
             if group.get("capturable", False):  # for CUDA graphs, which are left out; torch refuses it on a CPU
                 group["capturable"] = False

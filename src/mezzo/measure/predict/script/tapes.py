@@ -66,6 +66,8 @@ class TapeRequest:
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
     gpu_present: bool = True
     """Whether the script sees a simulated GPU; otherwise it sees what this machine has."""
+    on_cpu: bool = False
+    """Whether the operations of this machine's CPU are recorded instead of a GPU's."""
     launched: bool = False
     """Whether it gets the variables that a launcher sets for the only process of a job."""
     times_loader: bool = False
