@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from mezzo.commands.compare import page as compare
-from mezzo.commands.predict.beside import beside
+from mezzo.commands.predict.page import beside
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, CompareRecord, Gain, Row
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -158,7 +158,7 @@ def _lines(record: CheckRecord) -> list[Fact]:
 def _beside(record: CheckRecord) -> list[Fact]:
     """Return each prediction for the GPU of the runs beside what was measured on it."""
     compared = record.comparison
-    notes = [] if compared is None else beside(compared.real_gpus, record.environment.gpu, compared.rows)
+    notes = [] if compared is None else beside(compared.real_gpus, compared.rows)
     return [Fact(what="prediction", value=f"{one.what}: {one.value}.") for one in pages.facts(notes)]
 
 

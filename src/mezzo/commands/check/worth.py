@@ -9,7 +9,7 @@ from mezzo.commands.compare.costs import SLOWER, WORTH_SAYING
 from mezzo.commands.compare.pairing import listed
 from mezzo.formats import FP32, TF32
 from mezzo.gpus import Gpu
-from mezzo.records import AS_IS, BEYOND_ERROR, CompareRecord, Gain, Prediction, RealGpus, Row, RunRecord
+from mezzo.records import AS_IS, WORTH_SWITCHING, CompareRecord, Gain, Prediction, RealGpus, Row, RunRecord
 
 FASTER = 1.05
 """A measured speed-up, or a ceiling, below this is no gain."""
@@ -64,9 +64,9 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
             most = f"at most {times:.3g}x {over}'s speed on {on_gpu.device}"
             possible = most if for_gpu and times >= FASTER else possible
             missing += [most] if for_gpu and times < FASTER else []
-        elif times >= BEYOND_ERROR:
+        elif times >= WORTH_SWITCHING:
             gained.append(f"is predicted to be {times:.3g}x as fast as {over} on {on_gpu.device}")
-        elif for_gpu and on_gpu.times < 1 / BEYOND_ERROR:
+        elif for_gpu and on_gpu.times < 1 / WORTH_SWITCHING:
             slower = f"a step is predicted to take {1 / on_gpu.times:.3g} times as long on {on_gpu.device}"
         else:
             missing.append(f"a predicted {times:.3g}x {over}'s speed on {on_gpu.device}")

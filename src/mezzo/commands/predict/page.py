@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from mezzo.commands.predict.beside import beside
-from mezzo.records import LoaderRate, Prediction, PredictionDetail, PredictRecord, RealGpus, Row
+from mezzo.records import LoaderRate, Note, Prediction, PredictionDetail, PredictRecord, RealGpus, Row
 from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -335,12 +334,50 @@ def _card(prediction: Prediction) -> str:
     return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
-def real_gpus_sections(predicted: RealGpus | None, device_name: str | None, rows: Sequence[Row]) -> list[Section]:
+def off_text(predicted: float, measured: float, *, high: str, low: str) -> str:
+    """Return how far a prediction is off: ``24% off, too fast``; ``high`` and ``low`` name the two directions."""
+    error = predicted / measured - 1
+    share = f"{abs(error):.0%} off"
+    return share if share.startswith("0%") else f"{share}, {high if error > 0 else low}"
+
+
+def beside_text(predicted_ms: float, measured_ms: float) -> str:
+    """Return a predicted and a measured step, and how far the prediction is off."""
+    off = off_text(predicted_ms, measured_ms, high="too slow", low="too fast")
+    return f"predicted {fmt.ms_text(predicted_ms)}, measured {fmt.ms_text(measured_ms)}: {off}"
+
+
+def beside(predicted: RealGpus | None, rows: Sequence[Row]) -> list[Note]:
+    """Return each prediction for the device of the runs beside what its row measured there.
+
+    Args:
+        predicted: the predictions; None if none were requested.
+        rows: what was measured; emulated rows have no time and no memory of their own.
+    """
+    if predicted is None:
+        return []
+    found = []
+    measured = {row.policy_shown: row for row in rows if not row.emulated}
+    on_gpu = [one for one in predicted.predictions if one.possible and one.gpu == predicted.own_gpu]
+    for one in [predicted.here] if predicted.here is not None else on_gpu:
+        row = measured.get(one.policy)
+        if row is None or row.step_ms is None:
+            continue
+        peak, memory = row.memory.cuda_allocated_bytes, ""
+        if peak and not row.memory.of_emulation:
+            off = off_text(one.allocated_bytes, peak, high="too much", low="too little")
+            memory = (
+                f"allocated: predicted {fmt.bytes_text(one.allocated_bytes)}, measured {fmt.bytes_text(peak)}: {off}"
+            )
+        found.append(Note(what=f"{one.gpu}, {one.policy}", value=beside_text(one.step_ms, row.step_ms), reason=memory))
+    return found
+
+
+def real_gpus_sections(predicted: RealGpus | None, rows: Sequence[Row]) -> list[Section]:
     """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested.
 
     Args:
         predicted: the predictions.
-        device_name: the device of the runs, whose own predictions are shown beside the measurements.
         rows: what was measured.
     """
     if predicted is None:
@@ -362,7 +399,7 @@ def real_gpus_sections(predicted: RealGpus | None, device_name: str | None, rows
             blocks=[_real_gpus(predicted), Paragraph(text=_traced(predicted), faint=True)],
             details=True,
         ),
-        facts_section("Predicted and measured here", pages.facts(beside(predicted, device_name, rows)), details=True),
+        facts_section("Predicted and measured here", pages.facts(beside(predicted, rows)), details=True),
         Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
         Section(
             title="Assumed", blocks=[FactTable(rows=pages.facts(predicted.assumptions))], shown_in="page", folded=True

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from mezzo.records.values import Environment, Note, Value, WholeRecord
 
-BEYOND_ERROR = 1.15
+WORTH_SWITCHING = 1.15
 """A predicted speed-up from which a policy counts as faster: predictions of measured trainings were off by less in most cases."""
 
 
@@ -171,6 +171,8 @@ class RealGpus(Value):
     reason: str = ""
     """Why nothing was predicted; empty if something was."""
     assumptions: list[Note] = []
+    own_gpu: str = ""
+    """The GPU of the runs, if it is one of ``gpus``."""
     here: Prediction | None = None
     """FP32 on the CPU of the runs, from its calibration; None unless the runs were on a calibrated CPU."""
 

@@ -359,7 +359,7 @@ def predicted_for(
         say: prints a line.
         limit_s: time after which tracing ends; None for no limit.
     """
-    from mezzo.gpus import GPUS
+    from mezzo.gpus import GPUS, find_gpu
 
     trained = [run for run in runs if len(run.steps) and run.error is None]
     measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
@@ -387,6 +387,9 @@ def predicted_for(
         calibration = own if own is not None and own.threads == here.threads else None
         how: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s, "calibration": calibration}
         predicted = real_gpus(script.target, arguments, policies, cards, **how)
+        gpu = find_gpu(here.gpu) if here.gpu and here.device != "cpu" else None
+        if gpu is not None and gpu.name in predicted.gpus:
+            predicted = predicted.model_copy(update={"own_gpu": gpu.name})
         return None if stop.stopped else predicted
     return None
 

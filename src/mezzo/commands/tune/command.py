@@ -18,7 +18,6 @@ from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.values import Budget, clock, seconds_of
 from mezzo.cli.words import typed, value_after, with_value
-from mezzo.commands.predict.beside import is_here
 from mezzo.commands.tune.ruled_out import RuledOut, gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
 
@@ -310,7 +309,10 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Note]) -
 
 def _with_predictions(record: TuneRecord, ruled_out: RuledOut) -> TuneRecord:
     """Return the record with each prediction beside its measurement, if both are of the same GPU."""
-    if not is_here(ruled_out.gpu, record.environment.gpu):
+    from mezzo.gpus import find_gpu
+
+    here = find_gpu(record.environment.gpu or "")
+    if here is None or here.name != ruled_out.gpu:
         return record
     from mezzo.commands.tune.forecast import beside
 

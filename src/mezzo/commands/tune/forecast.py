@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mezzo.commands.predict.beside import beside_text
+from mezzo.commands.predict.page import beside_text
 from mezzo.commands.tune.plan import Configuration
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu

@@ -33,7 +33,7 @@ from mezzo.measure.predict.tape_memory import (
 from mezzo.measure.predict.time import HALF_FORMATS, fitted
 from mezzo.policy import PRESETS, canonical
 from mezzo.records import (
-    BEYOND_ERROR,
+    WORTH_SWITCHING,
     BatchCurve,
     DataSet,
     LoaderRate,
@@ -271,7 +271,7 @@ def verdict(
 ) -> str:
     """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
     if over_bf16 is not None:
-        word = "Worth it" if over_bf16 >= BEYOND_ERROR else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
+        word = "Worth it" if over_bf16 >= WORTH_SWITCHING else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
         return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
@@ -279,7 +279,7 @@ def verdict(
         return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
     against, gain = ("FP32", over_fp32) if over_tf32 is None or policy == "tf32" else ("TF32", over_tf32)
     memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
-    if gain >= BEYOND_ERROR:
+    if gain >= WORTH_SWITCHING:
         return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
     if gain >= _EVEN:
         return f"Perhaps: {gain:.2f} times {against}'s speed is within the error of the prediction{memory}."

@@ -94,18 +94,9 @@ def script_plan(
             f"the script's arguments contain {BATCH}, but --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
     batch_in_arguments = batch if has_batch(arguments) else None
-    own_arguments = with_batch(arguments, batch_in_arguments)
-    requests = [
-        TapeRequest(
-            script=script,
-            arguments=own_arguments,
-            policy=policy,
-            as_module=as_module,
-            gpu_present=on_gpu and not on_cpu,
-            on_cpu=on_cpu,
-        )
-        for policy in policies
-    ]
+    own: dict[str, Any] = {"arguments": with_batch(arguments, batch_in_arguments), "as_module": as_module}
+    own |= {"gpu_present": on_gpu and not on_cpu, "on_cpu": on_cpu}
+    requests = [TapeRequest(script=script, policy=policy, **own) for policy in policies]
     requests[-1] = replace(requests[-1], times_loader=times_loader)
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
@@ -128,9 +119,9 @@ def script_plan(
         found_why, tapes[request.policy] = _pair_tapes(found, other, size=batch_in_arguments)
         why = why or found_why
     if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
-        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        of = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
         raise UsageError(
-            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {of}",
             hint=f"leave --batch out; {_WRITE_BATCH}",
         )
     followed = all(pair.second is not None for pair in tapes.values())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import record_builders as build
-from mezzo.commands.predict.beside import beside, beside_text, is_here, off_text
+from mezzo.commands.predict.page import beside, beside_text, off_text
 from mezzo.records import CompareRecord, Memory, Note, Prediction, RealGpus
 from mezzo.report.pages import page_of
 
-H100 = "NVIDIA H100 80GB HBM3"
+H100 = "h100-sxm"
 GIB = 2**30
 
 
@@ -26,14 +26,7 @@ def test_how_far_off(predicted: float, measured: float, text: str) -> None:
     assert beside_text(predicted, measured).endswith(f": {text}")
 
 
-def test_a_device_is_known_by_the_name_that_torch_has_for_it() -> None:
-    assert is_here("h100-sxm", H100)
-    assert not is_here("h100-pcie", H100)
-    assert not is_here("h100-sxm", None)
-    assert not is_here("", "a CPU")
-
-
-def compared(gpu: str | None, *, emulated: bool = False) -> CompareRecord:
+def compared(gpu: str, *, emulated: bool = False) -> CompareRecord:
     record = build.compare_record()
     rows = [
         row.model_copy(
@@ -51,15 +44,13 @@ def compared(gpu: str | None, *, emulated: bool = False) -> CompareRecord:
         for name in ("h100-sxm", "t4")
         for row in rows
     ]
-    here = record.environment.model_copy(update={"gpu": gpu})
-    return record.model_copy(
-        update={"rows": rows, "environment": here, "real_gpus": RealGpus(gpus=["h100-sxm"], predictions=predictions)}
-    )
+    found = RealGpus(gpus=["h100-sxm"], predictions=predictions, own_gpu=gpu)
+    return record.model_copy(update={"rows": rows, "real_gpus": found})
 
 
 def test_each_row_of_the_gpu_of_the_runs_has_its_prediction_beside_it() -> None:
     record = compared(H100)
-    found = beside(record.real_gpus, record.environment.gpu, record.rows)
+    found = beside(record.real_gpus, record.rows)
     assert [note.what for note in found] == [f"h100-sxm, {row.policy_shown}" for row in record.rows]
     assert found[0] == Note(
         what=found[0].what,
@@ -72,20 +63,20 @@ def test_each_row_of_the_gpu_of_the_runs_has_its_prediction_beside_it() -> None:
 
 def test_emulated_rows_and_other_gpus_have_nothing_beside_them() -> None:
     record = compared(H100, emulated=True)
-    assert len(beside(record.real_gpus, record.environment.gpu, record.rows)) == 1
-    for name in (None, "NVIDIA A100-SXM4-80GB"):
+    assert len(beside(record.real_gpus, record.rows)) == 1
+    for name in ("", "a100-80gb"):
         other = compared(name)
-        assert beside(other.real_gpus, other.environment.gpu, other.rows) == []
-    assert beside(None, H100, record.rows) == []
+        assert beside(other.real_gpus, other.rows) == []
+    assert beside(None, record.rows) == []
 
 
 def test_a_calibrated_cpu_has_its_prediction_beside_it() -> None:
-    record = compared(None)
+    record = compared("")
     assert record.real_gpus is not None
     here = Prediction(gpu="cpu", policy="fp32", possible=True, step_ms=30.0, calibrated=True)
     predicted = record.real_gpus.model_copy(update={"here": here})
     rows = [row.model_copy(update={"memory": Memory()}) for row in record.rows]
-    assert beside(predicted, None, rows) == [
+    assert beside(predicted, rows) == [
         Note(what="cpu, fp32", value="predicted 30.0 ms, measured 31.5 ms: 5% off, too fast", reason="")
     ]
 
