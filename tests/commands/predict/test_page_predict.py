@@ -99,6 +99,20 @@ def test_each_row_has_its_own_band() -> None:
     assert "2000 to 2500" in text
 
 
+def test_a_calibrated_cpu_leads_to_a_check_here_and_is_not_called_unchecked() -> None:
+    one = build.predict_record().predictions[0]
+    own = one.model_copy(update={"gpu": "cpu", "policy": "fp32", "validated": False, "calibrated": True})
+    record = build.predict_record(
+        predictions=[own], command=["mezzo", "predict", "--gpus", "cpu", "train.py"], model="train.py"
+    )
+    (step, *_) = page_of(record).steps
+    assert (step.why, step.command) == (
+        "see which policy trains like fp32, answered for this machine",
+        "mezzo check train.py",
+    )
+    assert "Not validated" not in shown(record)
+
+
 def shown(record: PredictRecord) -> str:
     screen = io.StringIO()
     render(record, Console(file=screen, width=140))

@@ -252,6 +252,16 @@ def test_a_calibration_is_kept_and_named(
     assert isinstance(record, PredictRecord)
     assert [(one.gpu, one.calibrated) for one in record.predictions] == [("cpu", True)]
     assert [one.value for one in record.assumptions if one.what == "rates of cpu"] == [str(kept)]
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    with traced_in_forks():
+        assert cli.main(["predict", *words[3:], "--out", str(tmp_path / "script"), str(path)]) == 0
+    record = read_record(tmp_path / "script" / "record.json")
+    assert isinstance(record, PredictRecord)
+    (own,) = record.predictions
+    assert (own.gpu, own.calibrated, record.batch) == ("cpu", True, 16)
+    assert own.throughput == pytest.approx(16e3 / own.step_ms)
+    assert "mezzo check " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def page(record: PredictRecord) -> Page:
         dict.fromkeys(
             f"{fmt.clean(one.gpu)} in {policy_and_plan(one)}"
             for one in record.predictions
-            if one.possible and not one.validated
+            if one.possible and not one.validated and not one.calibrated
         )
     )
     memory = "Memory: allocated by tensors / reserved by torch's allocator / on the device."
@@ -363,7 +363,8 @@ def beside(predicted: RealGpus | None, rows: Sequence[Row]) -> list[Note]:
         row = measured.get(one.policy)
         if row is None or row.step_ms is None:
             continue
-        peak, memory = row.memory.cuda_allocated_bytes, ""
+        peak = row.memory.cuda_allocated_bytes
+        memory = "by the clock: whatever else ran on this machine counts" if one.gpu == "cpu" else ""
         if peak and not row.memory.of_emulation:
             off = off_text(one.allocated_bytes, peak, high="too much", low="too little")
             memory = (
@@ -458,8 +459,9 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
     script = replace(script, arguments=arguments, variables=record.environment.variables)
     best = record.best
     if best is not None:
-        why = f"see which policy trains like fp32, answered for {best.gpu}"
-        yield why, script.under("check", gpu=best.gpu, **_policies(script))
+        where = {} if best.gpu == "cpu" else {"gpu": best.gpu}
+        why = f"see which policy trains like fp32, answered for {best.gpu if where else 'this machine'}"
+        yield why, script.under("check", **where, **_policies(script))
     tight = [
         prediction
         for prediction in record.predictions

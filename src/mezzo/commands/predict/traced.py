@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -247,6 +248,8 @@ def of_script(
         on_cpu = None
         if calibration is not None:
             on_cpu = script_on_cpu(target, arguments, calibration, batch=batch, as_module=as_module)
+            slower = plan.slower_than(on_cpu.throughput, math.inf, script_tapes.loader)
+            on_cpu = on_cpu.model_copy(update={"slower": slower})
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
