@@ -152,9 +152,9 @@ def predicted(claim: Claim, setting: str) -> Prediction:
 
 
 def measured() -> list[dict[str, str]]:
-    """Return all measurements by model, GPU and setting: those of others, and ours of the same models."""
+    """Return all measurements by model, GPU and setting: others', and ours at the claims' batches."""
     rows = list(csv_rows.read(MEASUREMENTS))
-    models = {claim.model for claim in SPEEDS}
+    claimed = {(claim.model, str(claim.batch)) for claim in SPEEDS}
     return rows + [
         {
             "model": row["model"],
@@ -168,7 +168,7 @@ def measured() -> list[dict[str, str]]:
             "commit": "",
         }
         for row in csv_rows.read(OURS)
-        if row["model"] in models and row["status"] == "ok"
+        if (row["model"], row["batch"]) in claimed and row["status"] == "ok"
     ]
 
 
@@ -205,7 +205,7 @@ def measured_gains(claim: Claim) -> dict[str, tuple[float, float]]:
     for half, wide in product(rows, rows):
         alike = source_of(half) == source_of(wide) and half["libraries"].startswith(wide["libraries"])
         one_of_each = half["setting"] in HALF and wide["setting"] in WIDE
-        if one_of_each and alike and (source_of(half) != "us" or half["batch"] == wide["batch"]):
+        if one_of_each and alike:
             gain = float(half["samples_per_s"]) / float(wide["samples_per_s"])
             found[f"{half['setting']} over {wide['setting']}, {by_whom(half)}"] = around(gain)
     return found

@@ -72,6 +72,14 @@ def test_the_page_says_what_a_gpu_waits_for() -> None:
     assert "60,000 (all) 3.80x loader" in text
 
 
+def test_a_loader_that_never_finished_is_a_bound() -> None:
+    one = build.predict_record().predictions[0]
+    loader = LoaderRate(samples_per_s=0.8, is_bound=True)
+    record = build.predict_record(predictions=[one.model_copy(update={"slower": "loader"})], loader=loader)
+    assert "if the loader keeps up, which delivers less than 0.800 on this machine" in page_of(record).answer.sentence
+    assert record.summary.endswith("if its loader keeps up (less than 0.8 here)")
+
+
 def test_a_loader_that_keeps_up_or_was_not_timed_is_said_too() -> None:
     fast = build.predict_record(loader=LoaderRate(samples_per_s=9e4, batches=30))
     facts = {fact.what: (fact.value, fact.reason) for fact in page_of(fast).answer.facts}

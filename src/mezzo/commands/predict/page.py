@@ -105,7 +105,7 @@ def _answer(record: PredictRecord) -> Headline:
             reason = why.get(best.largest_limit, fits)
             facts.append(Fact(what="largest batch", value=largest_text(best), reason=reason))
         if record.loader is not None and record.loader.samples_per_s is not None:
-            value = f"{fmt.rate_text(record.loader.samples_per_s)} {fmt.clean(record.unit)}/s"
+            value = f"{_delivered(record.loader)} {fmt.clean(record.unit)}/s"
             limits = "it limits: " if best.slower == "loader" else ""
             facts.append(Fact(what="loader", value=value, reason=f"{limits}on this machine, {_workers(record.loader)}"))
     tone, word = ("bad", "does not fit") if best is None else ("quiet", "predicted")
@@ -162,8 +162,13 @@ def _condition(best: Prediction, record: PredictRecord) -> str:
         return " if its inputs are on the GPU already"
     if best.slower != "loader" or record.loader is None:
         return ""
-    here = fmt.rate_text(record.loader.samples_per_s or 0.0)
-    return f" if the loader keeps up, which delivers {here} on this machine"
+    return f" if the loader keeps up, which delivers {_delivered(record.loader)} on this machine"
+
+
+def _delivered(loader: LoaderRate) -> str:
+    """Return a loader's rate."""
+    rate = fmt.rate_text(loader.samples_per_s or 0.0)
+    return f"less than {rate}" if loader.is_bound else rate
 
 
 def _workers(loader: LoaderRate) -> str:
@@ -177,7 +182,7 @@ def _limits(record: PredictRecord) -> Iterator[str]:
     if loader is not None and any(one.slower == "loader" for one in possible):
         each = " for each GPU" if record.gpus_per_job > 1 else ""
         yield (
-            f"Bound by loader: the script's loader delivers {fmt.rate_text(loader.samples_per_s or 0.0)} {unit}/s{each} on this machine "
+            f"Bound by loader: the script's loader delivers {_delivered(loader)} {unit}/s{each} on this machine "
             f"with {_workers(loader)}, less than the GPU would train on; {unit}/s are the GPU's."
         )
     elif loader is not None and loader.reason:

@@ -39,6 +39,8 @@ class LoaderRate(Value):
 
     samples_per_s: float | None = None
     """In one process; None where it was not timed."""
+    is_bound: bool = False
+    """Whether it delivers less: no more than this was seen in the time for it."""
     workers: int = 0
     batches: int = 0
     """How many batches were timed."""
@@ -221,5 +223,6 @@ class PredictRecord(WholeRecord):
         best = self.best
         where = "fits none" if best is None else f"{best.throughput:.4g} {self.unit}/s on {best.gpu} in {best.policy}"
         if best is not None and best.slower == "loader" and self.loader is not None:
-            where += f" if its loader keeps up ({self.loader.samples_per_s:.4g} here)"
+            less = "less than " if self.loader.is_bound else ""
+            where += f" if its loader keeps up ({less}{self.loader.samples_per_s:.4g} here)"
         return f"{self.model}, batch {self.batch}: {where}"

@@ -307,8 +307,8 @@ def _input_pipeline(traced: Traced) -> Note:
     workers = f"{loader.workers} workers" if loader.workers else "no workers"
     return Note(
         what=what,
-        value=f"{loader.samples_per_s:,.0f} samples/s at most",
-        reason=f"the loader alone delivers this on this machine with {workers}, in {loader.batches} batches; another host differs",
+        value=f"{'less than ' if loader.is_bound else ''}{loader.samples_per_s:,.3g} samples/s",
+        reason=f"what the loader alone delivers on this machine with {workers}, in {loader.batches} batches; another host differs",
     )
 
 

@@ -153,8 +153,8 @@ class Slow(Dataset[Tensor]):
 
 def test_the_rate_is_that_of_the_loader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaders, "_MEASURED_S", 0.1)
-    found = rate_of(DataLoader(Slow(0.002), 8), 0)
-    assert found.samples_per_s == pytest.approx(480, rel=0.2)
+    found = rate_of(DataLoader(Slow(0.002), 8), 0, batch=8)
+    assert 100 < (found.samples_per_s or 0) <= 500  # 2 ms a sample at least; more on a busy machine
     assert found.batches >= 3
 
 
@@ -165,26 +165,24 @@ def test_workers_are_those_of_the_script() -> None:
     assert noted.restore(loader) == 2
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
 
-    class Copied(DataLoader[Tensor]):
-        """A library's copy of the script's loader."""
-
-    copied = Copied(loader.dataset, 8)
-    noted.made(copied, loader.dataset, {"num_workers": 0})
-    assert noted.restore(copied) == 2
+    copied, own = DataLoader(loader.dataset, 8), DataLoader(loader.dataset, 8)
+    noted.made(copied, loader.dataset, {"num_workers": 0})  # a library's copy of the script's loader
+    noted.made(own, loader.dataset, {})
+    assert (noted.restore(copied), noted.restore(own)) == (2, 0)
 
 
-def test_a_loader_that_is_too_slow_or_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_is_too_slow_has_a_bound_and_one_that_fails_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaders, "MOST_S", 0.2)
-    late = rate_of(DataLoader(Slow(1.0), 8), 0)
-    assert (late.samples_per_s, late.reason) == (None, "it delivered too few batches in 0 s")
+    late = rate_of(DataLoader(Slow(1.0), 8), 0, batch=8)
+    assert (late.samples_per_s, late.is_bound, late.reason) == (8 / 0.2, True, "")
 
     def fails(_: object) -> Tensor:
         raise ValueError("no such file\nat all")
 
-    failing = rate_of(DataLoader(Slow(0.0), 8, collate_fn=fails), 0)
+    failing = rate_of(DataLoader(Slow(0.0), 8, collate_fn=fails), 0, batch=8)
     assert failing.reason == "it fails outside of the training: ValueError: no such file"
     words: Any = ["a", "b"]
-    texts = rate_of(DataLoader(words, 1), 0)
+    texts = rate_of(DataLoader(words, 1), 0, batch=1)
     assert texts.reason == "its batches have no tensors"
 
 

@@ -69,9 +69,9 @@ class Loaders:
         self._of_pass: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def made(self, loader: Any, data: Any, settings: Mapping[str, Any]) -> None:
-        """Note what ``loader`` of ``data`` is made with; a library's class that copies another loader has that one's workers."""
+        """Note what ``loader`` of ``data`` is made with; a library that copies another loader names the workers that this one has here."""
         own = {name: settings[name] for name in _OF_WORKERS if settings.get(name)}
-        if type(loader) is not DataLoader and not own:
+        if not own and "num_workers" in settings:
             same = (known for other, known in self._settings.items() if getattr(other, "dataset", None) is data)
             own = dict(next(same, own))
         self._settings[loader] = own
@@ -166,40 +166,44 @@ class _Late(BaseException):
     """Ends a batch that takes too long; no handler of the script catches it."""
 
 
-def rate_of(loader: Any, workers: int) -> LoaderRate:
-    """Return the samples a second that ``loader`` delivers here, after one batch of each worker; never raises."""
+def rate_of(loader: Any, workers: int, *, batch: int) -> LoaderRate:
+    """Return the samples a second that ``loader`` delivers here in batches of ``batch``, after one of each worker; never raises."""
+    delivered: list[Delivered] = []
     try:
         with _limited(MOST_S):
-            return _timed(loader, workers)
+            return _timed(loader, workers, delivered)
     except _Late:
-        return LoaderRate(workers=workers, reason=f"it delivered too few batches in {MOST_S:.0f} s")
+        most = (len(delivered) + max(1, workers)) * batch / MOST_S
+        return LoaderRate(samples_per_s=most, workers=workers, batches=len(delivered), is_bound=True)
     except Exception as error:  # the script's own code
         why = str(error).strip().partition("\n")[0]
         return LoaderRate(workers=workers, reason=f"it fails outside of the training: {type(error).__name__}: {why}")
 
 
-def _timed(loader: Any, workers: int) -> LoaderRate:
+Delivered: TypeAlias = tuple[float, int]
+"""When a batch was delivered, and its samples."""
+
+
+def _timed(loader: Any, workers: int, delivered: list[Delivered]) -> LoaderRate:
     Zeros().fill(loader)
-    begun, samples, batches, before = 0.0, 0, 0, max(1, workers)
-    iterator = _passes(loader)
-    for number, batch in enumerate(iterator):
+    first = max(1, workers)
+    for batch in _passes(loader):
         now = time.perf_counter()
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(batch)):
             return LoaderRate(workers=workers, reason="its samples are computed from tensors that have no numbers here")
-        if number + 1 < before:
-            continue
-        if number + 1 == before:
-            begun = now
-            continue
         size = first_size([batch])
         if size is None:
             return LoaderRate(workers=workers, reason="its batches have no tensors")
-        samples, batches = samples + size, batches + 1
-        if now - begun >= _MEASURED_S and batches >= max(_LEAST, workers):
+        delivered.append((now, size))
+        counted = delivered[first:]
+        if len(counted) >= max(_LEAST, workers) and now - delivered[first - 1][0] >= _MEASURED_S:
             break
-    if not batches:
+    counted = delivered[first:]
+    if not counted:
         return LoaderRate(workers=workers, reason="a pass has no second batch")
-    return LoaderRate(samples_per_s=samples / max(1e-9, now - begun), workers=workers, batches=batches)
+    took_s = counted[-1][0] - delivered[first - 1][0]
+    rate = sum(size for _, size in counted) / max(1e-9, took_s)
+    return LoaderRate(samples_per_s=rate, workers=workers, batches=len(counted))
 
 
 def _passes(loader: Any) -> Iterator[Any]:

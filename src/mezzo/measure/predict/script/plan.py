@@ -503,7 +503,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
-        calibration: that of this machine's CPU, to predict FP32 on it too; None to leave it out.
+        calibration: rates of this machine's CPU, to predict FP32 on it too; None to leave it out.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [

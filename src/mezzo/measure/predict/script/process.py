@@ -81,9 +81,11 @@ def record_script(
     if script_recorder.num_steps < STEPS:
         return ScriptTape(tape=None, num_steps=script_recorder.num_steps)
     sizes = script_recorder.sizes[-1]
-    loader, data = smallest_data(script_recorder.loaders)
+    drawn = script_recorder.loaders
+    loader, data = smallest_data(drawn)
     if timed is not None and loader is not None:
-        timed.append(partial(rate_of, loader, script_recorder.batches.loaders.restore(loader)))
+        workers = script_recorder.batches.loaders.restore(loader)
+        timed.append(partial(rate_of, loader, workers, batch=next(size for one, size in drawn if one is loader)))
     tape = script_recorder.recorder.finished(script_recorder.num_events)
     tape.batch = sizes[0] if sizes else 1
     return ScriptTape(
@@ -166,7 +168,7 @@ def _exit_code(child: int) -> int:
 
 def _write_rate(timed: Callable[[], LoaderRate], file: Path) -> None:
     """Time a loader and write its rate; end this process if a batch never comes and no signal ends the wait."""
-    late = LoaderRate(reason=f"it delivered too few batches in {MOST_S:.0f} s")
+    late = LoaderRate(reason=f"it stopped answering for {MOST_S:.0f} s")
     file.write_bytes(pickle.dumps(late))  # what is read if this process has to end
     guard = threading.Timer(MOST_S + 1.0, os._exit, (0,))
     guard.daemon = True

@@ -200,7 +200,7 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
 
 
 def loader_file(tape_file: Path) -> Path:
-    """Return the file of the loader's rate, beside that of the tape."""
+    """Return the file of the loader's rate, beside the tape's."""
     return tape_file.with_suffix(".loader")
 
 
