@@ -99,6 +99,13 @@ def test_largest_batches_beyond_measurements_and_copies_are_marked() -> None:
     assert "over: larger batches fit as well, but no measurement that predictions were compared with has one." in text
 
 
+def test_a_batch_above_the_data_set_is_marked() -> None:
+    record = build.predict_record(data=DataSet(samples=100))
+    assert "Batch 256 is more than the data set has: the loader yields 100 samples at most." in " ".join(
+        shown(record).split()
+    )
+
+
 def test_each_row_has_its_own_band() -> None:
     one = build.predict_record().predictions[0]
     other = one.model_copy(update={"policy": "fp16", "throughput_low": 2000.0, "throughput_high": 2500.0})

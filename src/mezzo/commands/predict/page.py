@@ -179,11 +179,14 @@ def _limits(record: PredictRecord) -> Iterator[str]:
     """Yield sentences on what is slower than the GPU, and on largest batches that memory does not end."""
     possible, unit = [one for one in record.predictions if one.possible], fmt.clean(record.unit)
     loader, data = record.loader, record.data
+    cost = " and costs" if any(one.cost_per_million is not None for one in possible) else ""
+    if data is not None and data.samples is not None and record.batch > data.samples:
+        yield f"Batch {record.batch} is more than the data set has: the loader yields {data.samples:,} samples at most."
     if loader is not None and any(one.slower == "loader" for one in possible):
         each = " for each GPU" if record.gpus_per_job > 1 else ""
         yield (
             f"Bound by loader: the script's loader delivers {_delivered(loader)} {unit}/s{each} on this machine "
-            f"with {_workers(loader)}, less than the GPU would train on; {unit}/s are the GPU's."
+            f"with {_workers(loader)}, less than the GPU would train on; {unit}/s{cost} are the GPU's."
         )
     elif loader is not None and loader.reason:
         yield f"The script's loader was not timed: {fmt.clean(loader.reason)}."
