@@ -518,6 +518,7 @@ def real_gpus(
     )
     if not wanted:
         return nothing
+    begun_s = time.monotonic()
     try:
         plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s)
         found = [
@@ -538,9 +539,10 @@ def real_gpus(
         why = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
         return nothing.model_copy(update={"reason": why.partition("\n")[0]})
     here = None
-    if calibration is not None:
+    left_s = None if limit_s is None else limit_s - (time.monotonic() - begun_s)
+    if calibration is not None and (left_s is None or left_s > 0):
         with suppress(MezzoError):  # what the comparison measured stands without it
-            how: dict[str, Any] = {"as_module": as_module, "limit_s": limit_s}
+            how: dict[str, Any] = {"as_module": as_module, "limit_s": left_s}
             here = script_on_cpu(script, arguments, calibration, **how)
     return RealGpus(
         here=here,
