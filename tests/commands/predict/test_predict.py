@@ -116,6 +116,7 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert (
         f"if the loader keeps up, which delivers {rate_text(record.loader.samples_per_s or 0)} on this machine" in shown
     )
+    assert f"input pipeline {rate_text(record.loader.samples_per_s or 0)} samples/s what the loader alone" in shown
     assert "64 (all)" in shown
     assert "the batch is limited to the data set of 64 samples, not by memory" in shown
     assert "with no workers, less than the GPU would train on" in shown

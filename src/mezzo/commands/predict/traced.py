@@ -299,6 +299,7 @@ def assumptions(channels_last: bool, traced: Traced, job: GpuGroup, *, only_opti
 
 def _input_pipeline(traced: Traced) -> Note:
     from mezzo.records import Note
+    from mezzo.report.formatting import rate_text
 
     loader, what = traced.loader, "input pipeline"
     if loader is None or loader.samples_per_s is None:
@@ -307,7 +308,7 @@ def _input_pipeline(traced: Traced) -> Note:
     workers = f"{loader.workers} workers" if loader.workers else "no workers"
     return Note(
         what=what,
-        value=f"{'less than ' if loader.is_bound else ''}{loader.samples_per_s:,.3g} samples/s",
+        value=f"{'less than ' if loader.is_bound else ''}{rate_text(loader.samples_per_s)} samples/s",
         reason=f"what the loader alone delivers on this machine with {workers}, in {loader.batches} batches; another host differs",
     )
 
