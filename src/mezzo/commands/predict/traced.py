@@ -462,10 +462,10 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
                 )
             )
         elif prediction.largest_batch:
-            why = f"predicted for {gpu.name}, {plan.MEMORY_HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
-            limits = {"data set": "all ", "measured": "over "}
-            count = f"{limits.get(prediction.largest_limit, '')}{prediction.largest_batch}"
-            reasons.append(_reason(f"{count} {traced.unit} under {policy}", why))
+            limits = {"data set": "; these are all of the data set", "measured": "; larger ones fit as well"}
+            free = f"{plan.MEMORY_HEADROOM:.0%} of its memory left free{limits.get(prediction.largest_limit, '')}"
+            why = f"predicted for {gpu.name}, {free}; the script's own is {traced.batch}"
+            reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
         else:
             reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
     return reasons
