@@ -1,7 +1,8 @@
 """Do the figures that articles on mixed precision repeat agree with measurements and predictions?
 
 Writes ``results/article_numbers.json`` and the tables of docs/article-numbers.md. timm and transformers build the models; nothing is
-downloaded, and no model is trained. ``article_measurements.csv`` contains the measurements, each with its source.
+downloaded, and no model is trained. ``article_measurements.csv`` contains the measurements of others, each with its source;
+``results/h100/zoo.csv`` contains ours. A measurement at a claim's batch replaces the prediction of its setting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,14 @@ from mezzo.records import Prediction
 
 PAGE = ROOT / "docs/article-numbers.md"
 MEASUREMENTS = Path(__file__).with_name("article_measurements.csv")
+OURS = RESULTS / "h100/zoo.csv"
+OUR_SETTINGS = {"fp32": "FP32, TF32 off", "tf32": "TF32", "bf16": "FP16"}
+"""Settings of our own rows by policy: BF16 costs what FP16 costs."""
 SOURCES = {
     "lambdal/deeplearning-benchmark": "Lambda",
     "NVIDIA/DeepLearningExamples": "NVIDIA",
     "huggingface/pytorch-image-models": "timm",
+    "PaddlePaddle/Perf": "Paddle",
 }
 """Repositories of measurements, with their usual names."""
 NEAR = 0.15
@@ -67,6 +73,17 @@ SPEEDS = [
     Claim("BERT-base, A100", BERT, "a100-80gb", 32, (380, 420), (1000, 1200), 384),
 ]
 """Samples per second."""
+PADDLE_GPUS = ("a100-40gb", "v100-32gb")
+PADDLE = [
+    Claim(what, model, gpu, batch, fp32, half, size)
+    for what, model, batch, fp32, half, size in (
+        ("MobileNetV3-Large", MOBILENET, 256, (1200, 1300), (3400, 3600), 0),
+        ("ResNet-50", RESNET, 256, (750, 850), (2100, 2300), 0),
+        ("BERT-base", BERT, 96, (380, 420), (1000, 1200), 128),
+    )
+    for gpu in PADDLE_GPUS
+]
+"""Figures of articles on Paddle, on the GPUs and with the batches of Paddle's own measurements: the articles name no batch."""
 MEMORY = [
     Claim("ResNet-50, batch 64, A100", RESNET, "a100-80gb", 64, (9.5, 10), (5, 5.5)),
     Claim("ResNet-50, batch 64, H100", RESNET, "h100-sxm", 64, (9.5, 10), (4.5, 5)),
@@ -135,26 +152,70 @@ def predicted(claim: Claim, setting: str) -> Prediction:
 
 
 def measured() -> list[dict[str, str]]:
-    """Return the public measurements, by model, GPU and setting."""
-    return list(csv_rows.read(MEASUREMENTS))
+    """Return all measurements by model, GPU and setting: others', and ours at the claims' batches."""
+    rows = list(csv_rows.read(MEASUREMENTS))
+    claimed = {(claim.model, str(claim.batch)) for claim in SPEEDS}
+    return rows + [
+        {
+            "model": row["model"],
+            "gpu": "h100-sxm",
+            "setting": OUR_SETTINGS[row["policy"]],
+            "batch": row["batch"],
+            "size": row["size"],
+            "samples_per_s": row["throughput"],
+            "libraries": f"PyTorch {row['torch'].partition('+')[0]}" + (", BF16" if row["policy"] == "bf16" else ""),
+            "source": "",
+            "commit": "",
+        }
+        for row in csv_rows.read(OURS)
+        if (row["model"], row["batch"]) in claimed and row["status"] == "ok"
+    ]
+
+
+def source_of(row: dict[str, str]) -> str:
+    """Return who measured a row."""
+    return SOURCES[row["source"].partition(":")[0]] if row["source"] else "us"
 
 
 def around(figure: float) -> tuple[float, float]:
     return figure * (1 - NEAR), figure * (1 + NEAR)
 
 
-def measured_bands(claim: Claim) -> dict[str, tuple[float, float]]:
-    """Return the ranges that agree with the public measurements of a claim's model on its GPU."""
-    return {
-        f"{row['setting']} as measured with {row['libraries']}": around(float(row["samples_per_s"]))
+def measured_of(claim: Claim) -> list[dict[str, str]]:
+    """Return the measurements of a claim's model on its GPU."""
+    return [
+        row
         for row in measured()
         if (row["model"], row["gpu"]) == (claim.model, claim.gpu) and (not claim.size or int(row["size"]) == claim.size)
-    }
+    ]
+
+
+def by_whom(row: dict[str, str]) -> str:
+    return f"measured by {source_of(row)} ({row['libraries']}, batch {row['batch']})"
+
+
+def measured_bands(claim: Claim) -> dict[str, tuple[float, float]]:
+    """Return the ranges that agree with the measurements of a claim's model on its GPU."""
+    return {f"{row['setting']}, {by_whom(row)}": around(float(row["samples_per_s"])) for row in measured_of(claim)}
+
+
+def measured_gains(claim: Claim) -> dict[str, tuple[float, float]]:
+    """Return the ranges that agree with measured speed-ups: both rates by the same people with the same PyTorch or Paddle."""
+    found, rows = {}, measured_of(claim)
+    for half, wide in product(rows, rows):
+        alike = source_of(half) == source_of(wide) and half["libraries"].startswith(wide["libraries"])
+        one_of_each = half["setting"] in HALF and wide["setting"] in WIDE
+        if one_of_each and alike:
+            gain = float(half["samples_per_s"]) / float(wide["samples_per_s"])
+            found[f"{half['setting']} over {wide['setting']}, {by_whom(half)}"] = around(gain)
+    return found
 
 
 def speed(claim: Claim) -> dict[str, Any]:
-    """Return the settings whose predictions or measurements agree with a claimed throughput, and the speed-ups that they allow."""
+    """Return the settings whose measurements or predictions agree with a claimed throughput, and the speed-ups that they allow."""
     settings = [name for name in SETTINGS if not (claim.size and "channels-last" in name)]
+    if gpu_named(claim.gpu).tf32_flops_per_s is None:
+        settings = [name for name in settings if not name.startswith("TF32")]
     found = {name: predicted(claim, name) for name in settings}
     bands = {name: (one.throughput_low, one.throughput_high) for name, one in found.items()}
     pairs = [(half, wide) for wide in WIDE for half in HALF if half in found and wide in found]
@@ -163,7 +224,12 @@ def speed(claim: Claim) -> dict[str, Any]:
         for half, wide in pairs
         if "last" in half or "last" not in wide
     }
-    shown = bands | measured_bands(claim)
+    known = {row["setting"] for row in measured_of(claim) if int(row["batch"]) == claim.batch}
+    shown = measured_bands(claim) | {f"{name}, predicted": bands[name] for name in bands if name not in known}
+    both = {f"{half} over {wide}" for half in known for wide in known}
+    shown_gains = measured_gains(claim) | {
+        f"{name}, predicted": around(gains[name]) for name in gains if name not in both
+    }
     return {
         "what": claim.what + (f", {claim.size} tokens" if claim.size else ""),
         "gpu": claim.gpu,
@@ -173,7 +239,7 @@ def speed(claim: Claim) -> dict[str, Any]:
         "gains": gains,
         "fp32_agrees_with": agreeing(claim.fp32, {name: shown[name] for name in shown if "FP16" not in name}),
         "half_agrees_with": agreeing(claim.half, {name: shown[name] for name in shown if "FP16" in name}),
-        "gain_agrees_with": agreeing(claim.gain, {name: around(gain) for name, gain in gains.items()}),
+        "gain_agrees_with": agreeing(claim.gain, shown_gains),
     }
 
 
@@ -225,10 +291,10 @@ def span(values: Sequence[float], unit: str = "") -> str:
     return f"{said(values[0])} to {said(values[1])}{unit}"
 
 
-def speed_table(data: dict[str, Any]) -> str:
+def speed_table(speeds: Sequence[dict[str, Any]]) -> str:
     """Return the table of the settings that each claimed throughput agrees with."""
     rows = []
-    for one in data["speeds"]:
+    for one in speeds:
         claimed, name = one["claimed"], f"{one['what']}, batch {one['batch']} (`{one['gpu']}`)"
         rows.append((name, f"FP32: {span(claimed['fp32'])}", one["fp32_agrees_with"]))
         rows.append(("", f"FP16: {span(claimed['half'])}", one["half_agrees_with"]))
@@ -236,10 +302,10 @@ def speed_table(data: dict[str, Any]) -> str:
     return table(("training", "claimed", "agrees with"), rows)
 
 
-def prediction_table(data: dict[str, Any]) -> str:
+def prediction_table(speeds: Sequence[dict[str, Any]]) -> str:
     """Return the predicted throughput of each claim's training."""
     rows = []
-    for one in data["speeds"]:
+    for one in speeds:
         found = one["predicted"]
         rows.append((f"{one['what']} (`{one['gpu']}`)", *(said(found[s][0]) if s in found else "" for s in SETTINGS)))
     return table(("training", *SETTINGS), rows)
@@ -249,7 +315,8 @@ def measured_table() -> str:
     rows = []
     for row in measured():
         repository, _, path = row["source"].partition(":")
-        link = f"[{SOURCES[repository]}](https://github.com/{repository}/blob/{row['commit']}/{path})"
+        link = f"[{source_of(row)}](https://github.com/{repository}/blob/{row['commit']}/{path})"
+        link = link if repository else "[us](h100.md)"
         model = row["model"].partition(":")[2] + (f", {row['size']} tokens" if "bert" in row["model"] else "")
         speed_text = said(float(row["samples_per_s"]))
         rows.append((model, f"`{row['gpu']}`", row["setting"], row["batch"], speed_text, row["libraries"], link))
@@ -284,8 +351,10 @@ def cifar_table(data: dict[str, Any]) -> str:
 def written(page: str, data: dict[str, Any]) -> str:
     """Return the page with its tables replaced, each between ``<!-- NAME ... -->`` and ``<!-- end -->``."""
     made = {
-        "speeds": speed_table(data),
-        "predictions": prediction_table(data),
+        "speeds": speed_table(data["speeds"]),
+        "predictions": prediction_table(data["speeds"]),
+        "paddle": speed_table(data["paddle"]),
+        "paddle-predictions": prediction_table(data["paddle"]),
         "measurements": measured_table(),
         "memory": memory_table(data),
         "cifar": cifar_table(data),
@@ -297,10 +366,15 @@ def written(page: str, data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    data = {"speeds": [speed(one) for one in SPEEDS], "memory": [memory(one) for one in MEMORY], "cifar": cifar()}
+    data = {
+        "speeds": [speed(one) for one in SPEEDS],
+        "paddle": [speed(one) for one in PADDLE],
+        "memory": [memory(one) for one in MEMORY],
+        "cifar": cifar(),
+    }
     shown = [
         (f"{one['what']}, {one['gpu']}: gain {span(one['claimed']['gain'])}", one["gain_agrees_with"], "")
-        for one in data["speeds"]
+        for one in (*data["speeds"], *data["paddle"])
     ]
     report("article_numbers", shown, data)
     data = json.loads((RESULTS / "article_numbers.json").read_text(encoding="utf-8"))

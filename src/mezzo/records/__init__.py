@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     from mezzo.commands.fallback.record import ModuleError as ModuleError
     from mezzo.commands.fallback.record import Verification as Verification
     from mezzo.commands.fallback.record import clear_error as clear_error
+    from mezzo.commands.predict.record import WORTH_SWITCHING as WORTH_SWITCHING
     from mezzo.commands.predict.record import BatchCurve as BatchCurve
+    from mezzo.commands.predict.record import DataSet as DataSet
+    from mezzo.commands.predict.record import LoaderRate as LoaderRate
     from mezzo.commands.predict.record import MemoryTimeline as MemoryTimeline
     from mezzo.commands.predict.record import ModuleShare as ModuleShare
     from mezzo.commands.predict.record import ModuleTime as ModuleTime

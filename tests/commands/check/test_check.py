@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,5 @@ def test_time_is_kept_for_the_prediction(
     )
     machine = Machine(facts=Facts(devices=(Device(kind=kind, name="here"),)), name="this machine")
     assert time_for_runs_s(asked, machine) == runs_s
+    own = replace(asked, gpu=None, beside=asked.gpu)  # this machine's own GPU is predicted beside what is measured
+    assert time_for_runs_s(own, machine) == runs_s

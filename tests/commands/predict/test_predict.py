@@ -13,7 +13,8 @@ from helpers_predict import traced_in_forks
 from mezzo import cli
 from mezzo.measure.predict import calibrate, named
 from mezzo.measure.predict.calibrate import probes
-from mezzo.records import PredictRecord, read_record
+from mezzo.records import DataSet, PredictRecord, read_record
+from mezzo.report.formatting import rate_text
 from paths import ROOT
 
 pytest.importorskip("transformers", reason="transformers builds the model")
@@ -106,10 +107,19 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, PredictRecord)
     assert (record.batch, record.unit, record.optimizer) == (32, "samples", "SGD")
-    assert (record.predictions[0].largest_batch or 0) > 1000
-    assert "16 samples: what" in " ".join(capsys.readouterr().out.split()).replace(
-        "16 samples what", "16 samples: what"
+    assert (record.predictions[0].largest_batch, record.predictions[0].largest_limit) == (64, "data set")
+    assert record.data == DataSet(samples=64)
+    assert record.loader is not None
+    assert record.predictions[0].slower == "loader"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "batch 16 samples what the DataLoader yields" in shown
+    assert (
+        f"if the loader keeps up, which delivers {rate_text(record.loader.samples_per_s or 0)} on this machine" in shown
     )
+    assert f"input pipeline {rate_text(record.loader.samples_per_s or 0)} samples/s what the loader alone" in shown
+    assert "64 (all)" in shown
+    assert "the batch is limited to the data set of 64 samples, not by memory" in shown
+    assert "with no workers, less than the GPU would train on" in shown
 
 
 FP16_FAILS = """
@@ -243,6 +253,16 @@ def test_a_calibration_is_kept_and_named(
     assert isinstance(record, PredictRecord)
     assert [(one.gpu, one.calibrated) for one in record.predictions] == [("cpu", True)]
     assert [one.value for one in record.assumptions if one.what == "rates of cpu"] == [str(kept)]
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    with traced_in_forks():
+        assert cli.main(["predict", *words[3:], "--out", str(tmp_path / "script"), str(path)]) == 0
+    record = read_record(tmp_path / "script" / "record.json")
+    assert isinstance(record, PredictRecord)
+    (own,) = record.predictions
+    assert (own.gpu, own.calibrated, record.batch) == ("cpu", True, 16)
+    assert own.throughput == pytest.approx(16e3 / own.step_ms)
+    assert "mezzo check " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -51,7 +51,19 @@ def test_on_a_known_gpu_the_largest_batch_is_predicted(tmp_path: Path, monkeypat
     found = with_fits(record.model_copy(update={"environment": here}), script("train.py"), "fp32").out_of_memory
     assert found is not None
     assert found.not_known == []
-    print(found.settings)
+    assert [(one.value, "all of the data set" in one.reason) for one in found.settings] == [
+        ("512 samples under fp32", True),
+        ("512 samples under bf16", True),
+    ]
+
+
+@pytest.mark.slow
+def test_memory_ends_the_largest_batch_of_a_large_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN.replace("512", "10_000_000"))
+    record = run_record("fp32", out_of_memory=OutOfMemory(step=3, message="none left"))
+    here = record.environment.model_copy(update={"device": "cuda", "gpu": "NVIDIA A100-SXM4-80GB"})
+    found = with_fits(record.model_copy(update={"environment": here}), script("train.py"), "fp32").out_of_memory
+    assert found is not None
     sizes = [int(one.value.split()[0]) for one in found.settings]
-    assert [one.value.split(" ", 1)[1] for one in found.settings] == ["samples under fp32", "samples under bf16"]
     assert 100_000 < sizes[0] <= sizes[1]  # 80 GB; a sample keeps 16 KiB of input, 16 KiB of activations

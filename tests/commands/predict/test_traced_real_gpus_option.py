@@ -15,6 +15,7 @@ from mezzo.cli.script import Script
 from mezzo.commands.predict import traced as module
 from mezzo.commands.predict.traced import named_gpus, predicted_for
 from mezzo.errors import UsageError
+from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.script import plan as measured
 from mezzo.records import CompareRecord, RealGpus, RunRecord, read_record
 from mezzo.report.html import render_html
@@ -63,7 +64,7 @@ def test_for_which_gpus(
     option: str | None, environment: dict[str, Any], asked: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def real_gpus(
-        script: str, arguments: list[str], policies: Any, gpus: Any, *, as_module: bool, limit_s: float | None
+        script: str, arguments: list[str], policies: Any, gpus: Any, *, as_module: bool, limit_s: float | None, **_: Any
     ) -> RealGpus:
         assert (script, arguments, policies) == ("train.py", ["--out", "x/predict"], {"fp32": "fp32"})
         assert (as_module, limit_s) == (False, 9.0)
@@ -72,6 +73,43 @@ def test_for_which_gpus(
     monkeypatch.setattr(measured, "real_gpus", real_gpus)
     found = predicted_for(SCRIPT, _runs(**environment), named_gpus(option), limit_s=9.0)
     assert (None if found is None else found.gpus) == asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "own"),
+    [
+        ({"device": "cuda", "gpu": "NVIDIA L4"}, "l4"),
+        ({"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3"}, ""),
+        ({"device": "cuda", "gpu": "a card that nobody knows"}, ""),
+        (CPU, ""),
+    ],
+)
+def test_the_gpu_of_the_runs_is_known_by_the_name_that_torch_has_for_it(
+    environment: dict[str, Any], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "real_gpus", lambda *_, **__: RealGpus(gpus=["l4", "t4"]))
+    found = predicted_for(SCRIPT, _runs(**environment), named_gpus("l4,t4"))
+    assert found is not None
+    assert found.own_gpu == own
+
+
+def test_a_calibrated_cpu_is_predicted_beside_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def real_gpus(*_: Any, calibration: Any, **__: Any) -> RealGpus:
+        given.append(calibration)
+        return RealGpus(gpus=["l4"])
+
+    monkeypatch.setattr(measured, "real_gpus", real_gpus)
+    runs = _runs(**CPU)
+    threads = runs[0].environment.threads
+    for own in (threads, threads + 1):
+        calibration = Calibration(device="a CPU", threads=own, date="", torch="", rates={}, low=0.9, high=1.1)
+        monkeypatch.setattr("mezzo.measure.predict.calibrate.saved_calibration", lambda _, known=calibration: known)
+        predicted_for(SCRIPT, runs, named_gpus("l4"))
+        assert given.pop() == (calibration if own == threads else None)
+    predicted_for(SCRIPT, _runs(device="cuda"), named_gpus("l4"))
+    assert given == [None]
 
 
 def test_other_frameworks_and_runs_without_steps_or_that_failed() -> None:

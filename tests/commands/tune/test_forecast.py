@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from helpers_predict import traced_in_forks
-from mezzo.commands.tune.forecast import Forecast, forecasts, not_predicted, predictable, ruled_out
+from mezzo.commands.tune.forecast import Forecast, beside, forecasts, not_predicted, predictable, ruled_out
 from mezzo.commands.tune.plan import Configuration, grid
 from mezzo.gpus import GPUS
+from mezzo.records import TuneRow
 
 GIB = 2**30
 
@@ -69,6 +70,22 @@ def test_what_the_predictor_knows() -> None:
     assert [one.name for one in every if predictable(one)] == ["fp32", "bf16"]
     assert [one.value for one in not_predicted(every)] == ["as-is, compiled, checkpointed"]
     assert not_predicted([FP32]) == []
+
+
+def test_predictions_of_the_gpu_of_the_runs_stand_beside_their_rows() -> None:
+    found = {
+        FP32: replace(at(10), step_ms=12.0),
+        BF16: replace(at(10), step_ms=5.0),
+        LARGE: replace(at(10), step_ms=9.0),
+    }
+    found[NOW] = Forecast(needed_bytes=1)  # a CPU has no times
+    rows = [
+        TuneRow(name=one.name, policy=one.policy, state="now", reason="", step_ms=10.0) for one in (NOW, FP32, BF16)
+    ]
+    assert [(note.value, note.reason) for note in beside(found, rows)] == [
+        ("bf16", "predicted 5.00 ms, measured 10.0 ms: 50% off, too fast"),
+        ("fp32", "predicted 12.0 ms, measured 10.0 ms: 20% off, too slow"),
+    ]
 
 
 SCRIPT = """

@@ -14,9 +14,20 @@ from helpers_values import existing
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict import plan
-from mezzo.measure.predict.plan import Tapes, check_policies, impossible, memory_on, predict, recorded_as, verdict
+from mezzo.measure.predict.plan import (
+    Tapes,
+    check_policies,
+    impossible,
+    memory_on,
+    predict,
+    recorded_as,
+    slower_than,
+    verdict,
+)
+from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, PredictedMemory, predict_memory
+from mezzo.records import DataSet, LoaderRate
 
 MIB = 1 << 20
 
@@ -67,9 +78,57 @@ def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes]) -> None:
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + 400 * MIB)
-    found = existing(predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch)
+    made = predict(tapes, gpu, "fp32", batch=64, channels_last=False, data=DataSet(samples=10**6))
+    found = existing(made.largest_batch)
+    assert made.largest_limit == "memory"
     for batch, fits in ((found, True), (found + found // 20, False)):
         assert memory_on(tapes["fp32"].at(batch), gpu, "fp32", headroom=0.13).fits == fits
+
+
+@pytest.mark.parametrize(
+    ("data", "num_gpus", "largest", "limit"),
+    [
+        (DataSet(samples=1797), 1, 1797, "data set"),
+        (DataSet(samples=1797), 4, 449, "data set"),
+        (DataSet(samples=1797, processes=8), 4, 224, "data set"),  # the script's own sampler shares it already
+        (DataSet(samples=3), 4, 1, "data set"),
+        (DataSet(reason="a stream"), 1, plan.MOST_MEASURED, "measured"),
+        (None, 1, plan.MOST_MEASURED, "measured"),
+    ],
+)
+def test_where_memory_would_hold_more_the_data_or_the_measurements_end_the_largest_batch(
+    tapes: dict[str, Tapes], data: DataSet | None, num_gpus: int, largest: int, limit: str
+) -> None:
+    job = GpuGroup(num_gpus)
+    made = predict(tapes, gpu_named("h100"), "fp16", batch=64, channels_last=False, job=job, data=data)
+    assert (made.largest_batch, made.largest_limit) == (largest, limit)
+
+
+def test_a_traced_batch_above_all_measured_ones_is_within_the_limit(tapes: dict[str, Tapes]) -> None:
+    made = predict(tapes, gpu_named("h100"), "fp16", batch=5000, channels_last=False)
+    assert (made.largest_batch, made.largest_limit) == (5000, "measured")
+
+
+def test_what_delivers_less_than_the_gpu_trains_on_is_said(tapes: dict[str, Tapes]) -> None:
+    def slower(rate: float | None, *, num_gpus: int = 1, gpu: str = "t4") -> tuple[str, float]:
+        job, loader = GpuGroup(num_gpus), LoaderRate(samples_per_s=rate)
+        made = predict(tapes, gpu_named(gpu), "fp32", batch=64, channels_last=False, job=job, loader=loader)
+        return made.slower, made.throughput
+
+    alone, rate = slower(None)
+    assert alone == ""
+    assert slower(rate / 2)[0] == "loader"
+    assert slower(rate * 2)[0] == ""
+    several, all_gpus = slower(rate * 0.99, num_gpus=2)  # each GPU has a loader of its own
+    assert (several == "loader") == (all_gpus / 2 > rate * 0.99)
+
+
+def test_copies_are_a_steps_inputs_over_the_link_to_the_host(tapes: dict[str, Tapes]) -> None:
+    made = predict(tapes, gpu_named("t4"), "fp32", batch=64, channels_last=False)
+    assert made.copy_ms == pytest.approx(1e3 * 64 * 256 * 4 / 15.75e9)
+    assert slower_than(10.0, 5.0, LoaderRate(samples_per_s=7.0)) == "copies"
+    assert slower_than(10.0, 7.0, LoaderRate(samples_per_s=5.0)) == "loader"
+    assert slower_than(10.0, 20.0, None) == ""
 
 
 @pytest.mark.parametrize("spare_bytes", [-MIB, -1, 0, 1])

@@ -114,6 +114,9 @@ def test_communication_hides_behind_computation_but_for_one_layer() -> None:
 def test_every_gpu_has_a_link() -> None:
     assert {name for name, gpu in GPUS.items() if link_of(gpu).bytes_per_s < 10e9} == set()
     assert link_of(gpu_named("a100-pcie-80gb")).name == "PCIe 4 x16"
+    to_host = {name: link_of(gpu, to="host").name for name, gpu in GPUS.items()}
+    assert to_host["a100-80gb"] == "PCIe 4 x16"
+    assert {name for name, link in to_host.items() if not link.startswith("PCIe")} == {"gh200-96gb"}
 
 
 @pytest.mark.parametrize(("num_gpus", "shard"), [(8, "zero"), (1, "fsdp")])

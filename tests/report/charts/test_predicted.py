@@ -7,6 +7,7 @@ import math
 import pytest
 
 import record_builders as build
+from mezzo.records import LoaderRate
 from mezzo.report.charts.data import Chart, Nothing, TreeChart
 from mezzo.report.charts.predicted import batch_chart, predict_charts, time_tree, timeline_chart
 
@@ -37,6 +38,23 @@ def test_a_line_ends_at_the_largest_batch_that_fits() -> None:
     assert [(mark.x, mark.y) for mark in fp32.marks] == [(math.log2(3), 18.0)]
     assert bf16.y[2] == pytest.approx(20 + 10 * math.log2(1.5))  # 3 lies between 2 and 4
     assert chart.description == "The largest batch that fits: fp32 3 with 18.0 images/s; bf16 4 with 30.0 images/s."
+
+
+def test_the_loader_of_this_machine_is_a_line_for_all_gpus_of_a_job() -> None:
+    detail = build.prediction_detail()
+    record = build.predict_record(detail=detail, loader=LoaderRate(samples_per_s=12.0, batches=9), gpus_per_job=2)
+    chart = batch_chart(record, detail)
+    assert isinstance(chart, Chart)
+    assert (chart.lines[-1].name, list(chart.lines[-1].y)) == ("loader here", [24.0] * 4)
+    assert chart.note.endswith("The script's loader delivers 24.0 images/s on this machine.")
+
+
+def test_what_ends_the_largest_batches_is_said() -> None:
+    detail = build.prediction_detail()
+    rows = [one.model_copy(update={"largest_limit": "data set"}) for one in build.predict_record().predictions]
+    chart = batch_chart(build.predict_record(detail=detail, predictions=rows), detail)
+    assert isinstance(chart, Chart)
+    assert chart.description.startswith("The largest batch that the data set has: fp32 3")
 
 
 def test_without_other_batches_nothing_is_drawn() -> None:

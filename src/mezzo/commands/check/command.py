@@ -166,7 +166,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)
     if opts.gpu is not None and find_gpu(machine.device.name) is opts.gpu:
-        opts = replace(opts, gpu=None)  # the machine has it: measuring is better than bounding
+        opts = replace(opts, gpu=None, beside=opts.gpu)  # the machine has it: measuring is better than bounding
     offers = _offers(opts, machine)
     _say_offers(budget, opts, machine, offers)
     settings = _settings(opts, offers, budget_s=time_for_runs_s(opts, machine))
@@ -265,6 +265,8 @@ class CheckOptions:
     """The values of ``--policies``, by the names that records use."""
     seeds: int
     metric: str | None
+    beside: Gpu | None = None
+    """This machine's GPU, if ``--gpu`` names it: its prediction is shown beside what is measured."""
 
 
 def formats_of(here: Device) -> str:
@@ -278,7 +280,7 @@ def formats_of(here: Device) -> str:
 
 
 def predicted_gpu(opts: CheckOptions, machine: Machine) -> Gpu | None:
-    """Return the GPU whose gains are predicted; None if this machine's are measured."""
+    """Return the GPU for which the answer predicts gains; None if this machine's are measured."""
     from mezzo.gpus import GPUS
 
     return opts.gpu or (GPUS[_REFERENCE] if machine.device.kind == "cpu" else None)
@@ -286,7 +288,7 @@ def predicted_gpu(opts: CheckOptions, machine: Machine) -> Gpu | None:
 
 def time_for_runs_s(opts: CheckOptions, machine: Machine) -> float:
     """Return how long the runs of a check may take from now on, so that the command ends within its budget."""
-    predicted = predicted_gpu(opts, machine) is not None and opts.script.framework == "torch"
+    predicted = bool(predicted_gpu(opts, machine) or opts.beside) and opts.script.framework == "torch"
     kept_s = min(_FOR_PREDICTION * opts.budget.seconds, _MOST_FOR_PREDICTION_S) if predicted else _WRITING_S
     return max(opts.budget.seconds - opts.budget.spent_s - kept_s, _LEAST_S)
 
@@ -303,9 +305,10 @@ def check_record(
 
     known, here, gpu = checking.known, machine.device, predicted_gpu(opts, machine)
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(opts.script.command))
-    if gpu is not None and not checking.too_slow:
+    card = gpu or opts.beside
+    if card is not None and not checking.too_slow:
         limit_s = max(_LEAST_S, opts.budget.seconds - opts.budget.spent_s - _WRITING_S)
-        predicted = predicted_for(opts.script, known.runs, [gpu], opts.budget.say, limit_s=limit_s)
+        predicted = predicted_for(opts.script, known.runs, [card], opts.budget.say, limit_s=limit_s)
         comparison = comparison.model_copy(update={"real_gpus": predicted})
     case = Case(
         comparison=comparison,

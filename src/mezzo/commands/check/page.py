@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from mezzo.commands.compare import page as compare
+from mezzo.commands.predict.page import beside
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, CompareRecord, Gain, Row
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -143,6 +144,7 @@ def _lines(record: CheckRecord) -> list[Fact]:
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
+    lines += _beside(record)
     if (answer.decision == "use" and answer.policy != AS_IS) or answer.changed:
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
@@ -151,6 +153,13 @@ def _lines(record: CheckRecord) -> list[Fact]:
     notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
     lines += [Fact(what=what, value=value) for what, value in notes]
     return sorted(lines, key=lambda line: _LINES.index(line.what) if line.what in _LINES else len(_LINES))
+
+
+def _beside(record: CheckRecord) -> list[Fact]:
+    """Return each prediction for the GPU of the runs beside what was measured on it."""
+    compared = record.comparison
+    notes = [] if compared is None else beside(compared.real_gpus, compared.rows)
+    return [Fact(what="prediction", value=f"{one.what}: {one.value}.") for one in pages.facts(notes)]
 
 
 def _row(record: CheckRecord) -> Row | None:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from mezzo.commands.compare.costs import SLOWER, WORTH_SAYING
 from mezzo.commands.compare.pairing import listed
-from mezzo.formats import TF32
+from mezzo.formats import FP32, TF32
 from mezzo.gpus import Gpu
-from mezzo.records import AS_IS, CompareRecord, Gain, RealGpus, Row, RunRecord
+from mezzo.records import AS_IS, WORTH_SWITCHING, CompareRecord, Gain, Prediction, RealGpus, Row, RunRecord
 
 FASTER = 1.05
 """A measured speed-up, or a ceiling, below this is no gain."""
-_PREDICTED_SLOWER, _PREDICTED_FASTER = 0.85, 1.15
-"""A predicted speed-up between these may be none: predictions are off by 12% on average."""
 _LITTLE, _LITTLE_BYTES = 0.05, 20 << 20
 """Savings of memory below these are no gain: too little to enlarge a batch, or less than one segment of torch's CUDA allocator."""
 
@@ -66,9 +64,9 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
             most = f"at most {times:.3g}x {over}'s speed on {on_gpu.device}"
             possible = most if for_gpu and times >= FASTER else possible
             missing += [most] if for_gpu and times < FASTER else []
-        elif times >= _PREDICTED_FASTER:
+        elif times >= WORTH_SWITCHING:
             gained.append(f"is predicted to be {times:.3g}x as fast as {over} on {on_gpu.device}")
-        elif for_gpu and on_gpu.times < _PREDICTED_SLOWER:
+        elif for_gpu and on_gpu.times < 1 / WORTH_SWITCHING:
             slower = f"a step is predicted to take {1 / on_gpu.times:.3g} times as long on {on_gpu.device}"
         else:
             missing.append(f"a predicted {times:.3g}x {over}'s speed on {on_gpu.device}")
@@ -154,12 +152,17 @@ def predicted_gain(real_gpus: RealGpus | None, policy: str, gpu: Gpu) -> Gain | 
     if prediction is None or not prediction.possible or prediction.over_fp32 is None:
         return None
     bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
-    # One statement of trust: the mean error comes from measured rows, which not every GPU and format has.
-    trust = "such predictions are off by 12% on average" if prediction.validated else "no measurement has checked it"
+    # One statement of trust: the band comes from measured rows, which not every GPU and format has.
+    trust = _band(prediction) if prediction.validated else "no measurement has checked it"
     parts = [trust, "the batch does not fit" if not prediction.fits else _A_LARGER_BATCH if bound == "launch" else ""]
     over_tf32 = None if _is_tf32(policy) else prediction.over_tf32
     note = "; ".join(filter(None, parts))
     return Gain(kind="predicted", times=prediction.over_fp32, times_over_tf32=over_tf32, device=gpu.label, note=note)
+
+
+def _band(prediction: Prediction) -> str:
+    low, high = (end / prediction.throughput for end in (prediction.throughput_low, prediction.throughput_high))
+    return f"8 of 10 measured trainings had {low:.0%} to {high:.0%} of their predicted speed"
 
 
 def _is_tf32(policy: str) -> bool:
@@ -201,9 +204,10 @@ def _note(found: Bound, *, run: RunRecord, gpu: Gpu) -> str:
 
 
 def _rates(found: Bound, run: RunRecord, gpu: Gpu) -> str:
-    fast = [name for name in run.effective.flops_by_format if found.rates[name] > gpu.fp32_flops_per_s]
+    fast = [name for name in run.effective.flops_by_format if found.rates[name] > (_rate(gpu, FP32.name) or 0.0)]
     return " and ".join(
-        f"in {name.upper()} at {found.rates[name] / gpu.fp32_flops_per_s:.3g} times FP32's peak rate" for name in fast
+        f"in {name.upper()} at {found.rates[name] / (_rate(gpu, FP32.name) or 1.0):.3g} times FP32's peak rate"
+        for name in fast
     )
 
 
@@ -317,8 +321,8 @@ def bound(baseline: StepWork, policy: StepWork, gpu: Gpu) -> Bound | None:
     moved = [_WRITTEN_AND_READ * (work.bytes or 0) if known else 0 for work in (baseline, policy)]
     memories = [bytes_moved / gpu.bandwidth_bytes_per_s for bytes_moved in moved]
     steps = max(theirs, memories[0]), max(ours, memories[1])
-    rates = {name: gpu.flops_per_s(name) or 0.0 for name in (*baseline.flops_by_format, *policy.flops_by_format)}
-    faster = sum(n for name, n in policy.flops_by_format.items() if rates[name] > gpu.fp32_flops_per_s)
+    rates = {name: _rate(gpu, name) or 0.0 for name in (*baseline.flops_by_format, *policy.flops_by_format)}
+    faster = sum(n for name, n in policy.flops_by_format.items() if rates[name] > (_rate(gpu, FP32.name) or 0.0))
     return Bound(
         times=max(steps[0] / steps[1], memories[0] / memories[1] if known else 0.0),
         share=faster / sum(policy.flops_by_format.values()),
@@ -328,8 +332,14 @@ def bound(baseline: StepWork, policy: StepWork, gpu: Gpu) -> Bound | None:
     )
 
 
+def _rate(gpu: Gpu, format_name: str) -> float | None:
+    """Return the peak rate of products in a format, as the predictor has it: AMD's matrix units compute FP32 too."""
+    in_matrix_units = gpu.fp32_matrix_flops_per_s if format_name == FP32.name else None
+    return in_matrix_units or gpu.flops_per_s(format_name)
+
+
 def _compute_s(work: StepWork, gpu: Gpu) -> float | None:
-    rates = {name: gpu.flops_per_s(name) for name in work.flops_by_format}
+    rates = {name: _rate(gpu, name) for name in work.flops_by_format}
     if not any(work.flops_by_format.values()) or not all(rates.values()):
         return None
     return sum(n / (rates[name] or 1.0) for name, n in work.flops_by_format.items())

@@ -81,7 +81,7 @@ def page(record: CompareRecord) -> Page:
                 title="Policy by policy",
                 blocks=[verdict_grid(record), Paragraph(text=f"{COLUMNS} {method(record)}", faint=True)],
             ),
-            *predict.real_gpus_sections(record.real_gpus),
+            *predict.real_gpus_sections(record.real_gpus, record.rows),
             Charts(draw=lambda _: charts(record)),
             Section(title="Effective formats", blocks=formats),
             facts_section("Differences between ranks", difference_facts(*record.runs), details=True),

@@ -21,6 +21,7 @@ from mezzo.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
+    from mezzo.measure.predict.calibrate import Calibration
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
     from mezzo.records import Environment, Note, Prediction, PredictRecord
@@ -72,7 +73,7 @@ PredictGpus: TypeAlias = Annotated[
     typer.Option(
         metavar="GPUS",
         callback=values.gpus_all_or_cpu,
-        help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
+        help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, once calibrated.",
     ),
 ]
 PredictPolicies: TypeAlias = Annotated[
@@ -148,17 +149,19 @@ def predict(
         if target is None and by_name.model is None:
             return
     size = batch or _BATCH
-    on_cpu = [_on_cpu(by_name, size, channels_last)] if with_cpu else []
+    own = _cpu_calibration() if with_cpu else None
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
-    traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
+    trace_script = partial(of_script, str(target), arguments or [], wanted, batch, as_module)
+    traced = trace_model(calibration=own) if target is None else trace_script(own)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
-    own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
+    channels_last = channels_last or bool(traced.channels_last)
     conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
     cases = product(plans, conditions, wanted)
-    predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases] + on_cpu
+    predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases]
+    predictions += [] if traced.on_cpu is None else [traced.on_cpu]
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
-    notes = [*rates_used(predictions), *assumptions(channels_last, own_layout, job, only_options=target is None)]
+    notes = [*rates_used(predictions), *assumptions(channels_last, traced, job, only_options=target is None)]
     record = _record(here, traced, job, predictions, notes, channels_last=channels_last)
     record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
@@ -200,6 +203,8 @@ def _record(
         predictions=predictions,
         assumptions=[*traced.assumptions, *notes],
         no_other_batch=traced.no_other_batch,
+        data=traced.data,
+        loader=traced.loader,
     )
 
 
@@ -223,6 +228,8 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         job=where.job,
         calibration=where.calibration,
         refused=traced.refused,
+        data=traced.data,
+        loader=traced.loader,
     )
     if traced.checkpoint:  # no measured row has it
         prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
@@ -263,21 +270,13 @@ def _calibrate() -> None:
     )
 
 
-def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
-    from mezzo.measure.predict import named, plan
+def _cpu_calibration() -> Calibration:
     from mezzo.measure.predict.calibrate import device_name, saved_calibration
 
     calibration = saved_calibration(device_name("cpu"))
-    if by_name.model is None:
-        raise UsageError(
-            "--gpus cpu predicts models by name, not scripts",
-            hint="name a model, for example --model timm:resnet50; a script is measured on this machine by mezzo run",
-        )
     if calibration is None:
         raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")
-    model, optimizer = by_name.built(), by_name.trained_by
-    tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
-    return plan.predict_cpu(tape, calibration, batch=batch)
+    return calibration
 
 
 _CPUS = 8

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from mezzo.records import Prediction, PredictionDetail, PredictRecord, RealGpus
+from mezzo.records import LoaderRate, Note, Prediction, PredictionDetail, PredictRecord, RealGpus, Row
 from mezzo.records.run import BATCH
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -38,7 +38,7 @@ def page(record: PredictRecord) -> Page:
         dict.fromkeys(
             f"{fmt.clean(one.gpu)} in {policy_and_plan(one)}"
             for one in record.predictions
-            if one.possible and not one.validated
+            if one.possible and not one.validated and not one.calibrated
         )
     )
     memory = "Memory: allocated by tensors / reserved by torch's allocator / on the device."
@@ -53,6 +53,7 @@ def page(record: PredictRecord) -> Page:
                 title="By GPU and policy",
                 blocks=[
                     _grid(record),
+                    Paragraph(text=" ".join(_limits(record)), faint=True),
                     Paragraph(text=" ".join(impossible), faint=True),
                     Paragraph(
                         text=f"Not validated, for want of measurements: {fmt.listed(unchecked)}." if unchecked else "",
@@ -100,7 +101,13 @@ def _answer(record: PredictRecord) -> Headline:
         ]
         if best.largest_batch is not None:
             fits = f"fits into {1 - record.headroom:.0%} of the memory"
-            facts.append(Fact(what="largest batch", value=fmt.count_text(best.largest_batch), reason=fits))
+            why = {"data set": "all samples of the data set", "measured": "no measured batch is larger"}
+            reason = why.get(best.largest_limit, fits)
+            facts.append(Fact(what="largest batch", value=largest_text(best), reason=reason))
+        if record.loader is not None and record.loader.samples_per_s is not None:
+            value = f"{_delivered(record.loader)} {fmt.clean(record.unit)}/s"
+            limits = "it limits: " if best.slower == "loader" else ""
+            facts.append(Fact(what="loader", value=value, reason=f"{limits}on this machine, {_workers(record.loader)}"))
     tone, word = ("bad", "does not fit") if best is None else ("quiet", "predicted")
     return Headline(tone=tone, word=word, sentence=_headline(record), detail=detail, facts=facts)
 
@@ -117,8 +124,13 @@ def _band(record: PredictRecord) -> str:
         return (
             "The band comes from the trainings that calibrated this machine; no largest batch is predicted for a CPU."
         )
+    measured = (
+        "; rates measured on this machine have bands of their own"
+        if any(prediction.calibrated for prediction in record.predictions)
+        else ""
+    )
     return (
-        "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        f"Each band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit{measured}; "
         f"the largest batch fits into {1 - record.headroom:.0%} of the memory."
     )
 
@@ -140,8 +152,51 @@ def _headline(record: PredictRecord) -> str:
         return f"{what} fits none of these GPUs"
     return (
         f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_and_plan(best)}: "
-        f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
+        f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s{_condition(best, record)}"
     )
+
+
+def _condition(best: Prediction, record: PredictRecord) -> str:
+    """Return what has to keep up with the GPU; empty if nothing is known to be slower."""
+    if best.slower == "copies":
+        return " if its inputs are on the GPU already"
+    if best.slower != "loader" or record.loader is None:
+        return ""
+    return f" if the loader keeps up, which delivers {_delivered(record.loader)} on this machine"
+
+
+def _delivered(loader: LoaderRate) -> str:
+    """Return a loader's rate."""
+    rate = fmt.rate_text(loader.samples_per_s or 0.0)
+    return f"less than {rate}" if loader.is_bound else rate
+
+
+def _workers(loader: LoaderRate) -> str:
+    return f"{loader.workers} worker{'' if loader.workers == 1 else 's'}" if loader.workers else "no workers"
+
+
+def _limits(record: PredictRecord) -> Iterator[str]:
+    """Yield sentences on what is slower than the GPU, and on largest batches that memory does not end."""
+    possible, unit = [one for one in record.predictions if one.possible], fmt.clean(record.unit)
+    loader, data = record.loader, record.data
+    cost = " and costs" if any(one.cost_per_million is not None for one in possible) else ""
+    if data is not None and data.samples is not None and record.batch > data.samples:
+        yield f"Batch {record.batch} is more than the data set has: the loader yields {data.samples:,} samples at most."
+    if loader is not None and any(one.slower == "loader" for one in possible):
+        each = " for each GPU" if record.gpus_per_job > 1 else ""
+        yield (
+            f"Bound by loader: the script's loader delivers {_delivered(loader)} {unit}/s{each} on this machine "
+            f"with {_workers(loader)}, less than the GPU would train on; {unit}/s{cost} are the GPU's."
+        )
+    elif loader is not None and loader.reason:
+        yield f"The script's loader was not timed: {fmt.clean(loader.reason)}."
+    if any(one.slower == "copies" for one in possible):
+        yield f"Bound by copies: the link to the host moves the inputs slower than the GPU trains; {unit}/s are the GPU's."
+    kinds = {one.largest_limit for one in possible if one.largest_batch is not None}
+    if "data set" in kinds and data is not None and data.samples is not None:
+        yield f"(all): the batch is limited to the data set of {data.samples:,} samples, not by memory."
+    if "measured" in kinds:
+        yield "over: larger batches fit as well, but no measurement that predictions were compared with has one."
 
 
 def _fit(record: PredictRecord) -> list[Fact]:
@@ -169,7 +224,7 @@ def _memory_left(prediction: Prediction) -> str:
     if prediction.gpu_bytes:
         free = 1 - prediction.device_bytes / prediction.gpu_bytes
         left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
-    largest = "" if prediction.largest_batch is None else f", batch up to {fmt.count_text(prediction.largest_batch)}"
+    largest = "" if prediction.largest_batch is None else f", batch up to {largest_text(prediction)}"
     return f"{fmt.bytes_text(prediction.device_bytes)}{left}{largest}"
 
 
@@ -189,7 +244,6 @@ def _row(prediction: Prediction, *, has_cost: bool) -> tuple[str | Cell, ...]:
     head = (Cell(text=fmt.clean(prediction.gpu), below=(card,)), policy_and_plan(prediction))
     if not prediction.possible:
         return (*head, *[fmt.MISSING] * (8 if has_cost else 7))
-    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
     cost = (
         fmt.MISSING if prediction.cost_per_million is None else fmt.number_text(prediction.cost_per_million, digits=3)
     )
@@ -199,11 +253,25 @@ def _row(prediction: Prediction, *, has_cost: bool) -> tuple[str | Cell, ...]:
         band_text(prediction),
         fmt.ms_text(prediction.step_ms),
         fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else ", too much"),
-        fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
+        largest_text(prediction),
         fmt.ratio_text(prediction.over_fp32),
         *([cost] if has_cost else []),
-        f"{bound} {fmt.share_text(prediction.bounds[bound])}" if bound else fmt.MISSING,
+        _bound(prediction),
     )
+
+
+def _bound(prediction: Prediction) -> str:
+    """Return what bounds the training: what cannot keep up with the GPU, else what most of the step waits for."""
+    kind = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
+    return prediction.slower or (f"{kind} {fmt.share_text(prediction.bounds[kind])}" if kind else fmt.MISSING)
+
+
+def largest_text(prediction: Prediction) -> str:
+    """Return the largest batch, marked where memory is not what ends it."""
+    if prediction.largest_batch is None:
+        return fmt.MISSING
+    count = fmt.count_text(prediction.largest_batch)
+    return {"data set": f"{count} (all)", "measured": f"over {count}"}.get(prediction.largest_limit, count)
 
 
 def _worth(record: PredictRecord) -> FactTable:
@@ -274,8 +342,53 @@ def _card(prediction: Prediction) -> str:
     return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
-def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
-    """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested."""
+def off_text(predicted: float, measured: float, *, high: str, low: str) -> str:
+    """Return how far a prediction is off: ``24% off, too fast``; ``high`` and ``low`` name the two directions."""
+    error = predicted / measured - 1
+    share = f"{abs(error):.0%} off"
+    return share if share.startswith("0%") else f"{share}, {high if error > 0 else low}"
+
+
+def beside_text(predicted_ms: float, measured_ms: float) -> str:
+    """Return a predicted and a measured step, and how far the prediction is off."""
+    off = off_text(predicted_ms, measured_ms, high="too slow", low="too fast")
+    return f"predicted {fmt.ms_text(predicted_ms)}, measured {fmt.ms_text(measured_ms)}: {off}"
+
+
+def beside(predicted: RealGpus | None, rows: Sequence[Row]) -> list[Note]:
+    """Return each prediction for the device of the runs beside what its row measured there.
+
+    Args:
+        predicted: the predictions; None if none were requested.
+        rows: what was measured; emulated rows have no time and no memory of their own.
+    """
+    if predicted is None:
+        return []
+    found = []
+    measured = {row.policy_shown: row for row in rows if not row.emulated}
+    on_gpu = [one for one in predicted.predictions if one.possible and one.gpu == predicted.own_gpu]
+    for one in [predicted.here] if predicted.here is not None else on_gpu:
+        row = measured.get(one.policy)
+        if row is None or row.step_ms is None:
+            continue
+        peak = row.memory.cuda_allocated_bytes
+        memory = "by the clock: whatever else ran on this machine counts" if one.gpu == "cpu" else ""
+        if peak and not row.memory.of_emulation:
+            off = off_text(one.allocated_bytes, peak, high="too much", low="too little")
+            memory = (
+                f"allocated: predicted {fmt.bytes_text(one.allocated_bytes)}, measured {fmt.bytes_text(peak)}: {off}"
+            )
+        found.append(Note(what=f"{one.gpu}, {one.policy}", value=beside_text(one.step_ms, row.step_ms), reason=memory))
+    return found
+
+
+def real_gpus_sections(predicted: RealGpus | None, rows: Sequence[Row]) -> list[Section]:
+    """Return the predictions and what they rest on, or the reason why there are none; empty if none was requested.
+
+    Args:
+        predicted: the predictions.
+        rows: what was measured.
+    """
     if predicted is None:
         return []
     left_out = pages.facts(predicted.not_predicted)
@@ -295,6 +408,7 @@ def real_gpus_sections(predicted: RealGpus | None) -> list[Section]:
             blocks=[_real_gpus(predicted), Paragraph(text=_traced(predicted), faint=True)],
             details=True,
         ),
+        facts_section("Predicted and measured here", pages.facts(beside(predicted, rows)), details=True),
         Section(title="Is it worth it?", blocks=[FactTable(rows=[*verdicts, *left_out])], shown_in="page", folded=True),
         Section(
             title="Assumed", blocks=[FactTable(rows=pages.facts(predicted.assumptions))], shown_in="page", folded=True
@@ -309,7 +423,7 @@ def _traced(predicted: RealGpus) -> str:
     fits = "" if all(prediction.fits for prediction in possible) else " A batch that does not fit is marked."
     return (
         f"{of_batch}A step was traced on this machine without computing its numbers, and timed by formulas that are calibrated on "
-        f"public measurements (docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}"
+        f"public measurements (docs/predict.md); each band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}"
     )
 
 
@@ -333,7 +447,7 @@ def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
         fmt.ratio_text(prediction.over_fp32),
         fmt.ratio_text(prediction.over_tf32),
         memory,
-        fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
+        largest_text(prediction),
     )
 
 
@@ -353,8 +467,9 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
     script = replace(script, arguments=arguments, variables=record.environment.variables)
     best = record.best
     if best is not None:
-        why = f"see which policy trains like fp32, answered for {best.gpu}"
-        yield why, script.under("check", gpu=best.gpu, **_policies(script))
+        where = {} if best.gpu == "cpu" else {"gpu": best.gpu}
+        why = f"see which policy trains like fp32, answered for {best.gpu if where else 'this machine'}"
+        yield why, script.under("check", **where, **_policies(script))
     tight = [
         prediction
         for prediction in record.predictions

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from mezzo.records.values import Environment, Note, Value, WholeRecord
 
+WORTH_SWITCHING = 1.15
+"""A predicted speed-up from which a policy counts as faster: predictions of measured trainings were off by less in most cases."""
+
 
 class ModuleShare(Value):
     """One module's share of the step."""
@@ -16,6 +19,33 @@ class ModuleShare(Value):
     share: float
     bound: str
     """What most of it waits for: ``arithmetic``, ``bandwidth`` or ``launch``."""
+
+
+class DataSet(Value):
+    """The data that a script trains on."""
+
+    samples: int | None = None
+    """What one pass draws in all processes; None where it is not known."""
+    reason: str = ""
+    """Why it is not known."""
+    processes: int = 1
+    """Processes among which the script's sampler shares it."""
+    loaders: int = 1
+    """Loaders from which a step draws; this is the one with the smallest data set."""
+
+
+class LoaderRate(Value):
+    """What a script's loader delivers on the machine that predicts, without the model."""
+
+    samples_per_s: float | None = None
+    """In one process; None where it was not timed."""
+    is_bound: bool = False
+    """Whether it delivers less: no more than this was seen in the time for it."""
+    workers: int = 0
+    batches: int = 0
+    """How many batches were timed."""
+    reason: str = ""
+    """Why it was not timed."""
 
 
 class Prediction(Value):
@@ -59,7 +89,13 @@ class Prediction(Value):
     fits: bool = False
     """Whether the batch fits when the allocator is replayed under the GPU's memory."""
     largest_batch: int | None = None
-    """The largest that fits with the record's headroom; None if batch sizes do not follow from each other."""
+    """The largest that fits with the record's headroom, within ``largest_limit``; None if other sizes do not follow."""
+    largest_limit: Literal["memory", "data set", "measured"] = "memory"
+    """What ends it: memory, the samples of the data set, or the largest batch of a measurement."""
+    copy_ms: float = 0.0
+    """Time in which the link to the host moves a step's inputs, if none of them is on the GPU already."""
+    slower: Literal["", "loader", "copies"] = ""
+    """What delivers fewer samples than the GPU would train on: the script's loader on this machine, or the link to the host."""
     largest_throughput: float | None = None
     over_fp32: float | None = None
     """Speed-up over strict FP32."""
@@ -137,6 +173,10 @@ class RealGpus(Value):
     reason: str = ""
     """Why nothing was predicted; empty if something was."""
     assumptions: list[Note] = []
+    own_gpu: str = ""
+    """The GPU of the runs, if it is one of ``gpus``."""
+    here: Prediction | None = None
+    """FP32 on the CPU of the runs, from its calibration; None unless the runs were on a calibrated CPU."""
 
 
 class PredictRecord(WholeRecord):
@@ -166,6 +206,9 @@ class PredictRecord(WholeRecord):
     assumptions: list[Note] = []
     no_other_batch: str = ""
     """Why the predictions at other batch sizes do not follow from the script's own; empty if they do."""
+    data: DataSet | None = None
+    """None for a model by name, and for a script without a loader."""
+    loader: LoaderRate | None = None
 
     @property
     def best(self) -> Prediction | None:
@@ -179,4 +222,7 @@ class PredictRecord(WholeRecord):
         """The model and the fastest GPU that it fits, in one line."""
         best = self.best
         where = "fits none" if best is None else f"{best.throughput:.4g} {self.unit}/s on {best.gpu} in {best.policy}"
+        if best is not None and best.slower == "loader" and self.loader is not None:
+            less = "less than " if self.loader.is_bound else ""
+            where += f" if its loader keeps up ({less}{self.loader.samples_per_s:.4g} here)"
         return f"{self.model}, batch {self.batch}: {where}"

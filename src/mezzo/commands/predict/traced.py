@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,10 +25,11 @@ from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
     from mezzo.gpus import Gpu
+    from mezzo.measure.predict.calibrate import Calibration
     from mezzo.measure.predict.named import NamedModel
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
-    from mezzo.records import Note, RealGpus, RunRecord
+    from mezzo.records import DataSet, LoaderRate, Note, Prediction, RealGpus, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +157,24 @@ class Traced:
     """Why other batch sizes do not follow from a script's own; empty if they do."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """The error of a script, by the recorded policy under which it fails."""
+    data: DataSet | None = None
+    """A script's data set; None without a loader."""
+    loader: LoaderRate | None = None
+    """What a script's loader delivers on this machine."""
+    on_cpu: Prediction | None = None
+    """The prediction for this machine's CPU, if one was requested."""
 
 
 def of_model(
-    by_name: ByName, policies: list[str], *, batch: int, channels_last: bool, checkpoint: str | None = None
+    by_name: ByName,
+    policies: list[str],
+    *,
+    batch: int,
+    channels_last: bool,
+    checkpoint: str | None = None,
+    calibration: Calibration | None = None,
 ) -> Traced:
-    """Return the tapes of a model by name, checkpointed by a plan if one is given."""
+    """Return the tapes of a model by name, checkpointed by a plan if one is given, and its prediction for a calibrated CPU."""
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.placeholder_numbers import numbers_read
 
@@ -178,10 +192,15 @@ def of_model(
             raise
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
+    on_cpu = None
+    if calibration is not None:
+        tape = named.tape_of(built, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
+        on_cpu = plan.predict_cpu(tape, calibration, batch=batch)
     layout = channels_last if built.unit == "images" else None
     lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.first.read_at))
     assumed = [numbers_read("model", lines)] if lines else []
-    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
+    facts: dict[str, Any] = {"channels_last": layout, "checkpoint": checkpoint or "", "on_cpu": on_cpu}
+    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, **facts)
 
 
 def _for(recorded: str, policies: list[str]) -> str:
@@ -206,21 +225,35 @@ def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
     )
 
 
-def of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> Traced:
-    """Return the tapes of a script."""
+def of_script(
+    target: str,
+    arguments: list[str],
+    policies: list[str],
+    batch: int | None,
+    as_module: bool,
+    calibration: Calibration | None = None,
+) -> Traced:
+    """Return the tapes of a script, and its prediction for a calibrated CPU."""
     check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     with stoppable() as stop, stop.at_once(), tracing(target, as_module=as_module):
         from mezzo.measure.predict import plan  # these import torch, as the other process does at the same time
-        from mezzo.measure.predict.script.plan import script_plan
+        from mezzo.measure.predict.script.plan import script_on_cpu, script_plan
         from mezzo.measure.predict.script.tapes import hint_under
 
-        script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
+        script_tapes = script_plan(
+            target, arguments, plan.to_record(policies), batch=batch, as_module=as_module, times_loader=True
+        )
+        on_cpu = None
+        if calibration is not None:
+            on_cpu = script_on_cpu(target, arguments, calibration, batch=batch, as_module=as_module)
+            slower = plan.slower_than(on_cpu.throughput, math.inf, script_tapes.loader)
+            on_cpu = on_cpu.model_copy(update={"slower": slower})
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
-    return Traced(name=target, size="the script's own inputs", **vars(script_tapes))
+    return Traced(name=target, size="the script's own inputs", on_cpu=on_cpu, **vars(script_tapes))
 
 
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
@@ -230,12 +263,12 @@ def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     return shared_imports(target, kind="module" if as_module else "script")
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Note]:
+def assumptions(channels_last: bool, traced: Traced, job: GpuGroup, *, only_options: bool) -> list[Note]:
     """Return what every prediction assumes.
 
     Args:
         channels_last: whether predictions are for channels-last images.
-        own_layout: whether the traced script or model stores images channels-last; None if it has no images.
+        traced: the traced script or model.
         job: how many GPUs train together.
         only_options: whether only the options decide the layout.
     """
@@ -244,6 +277,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
 
     default = "--channels-last was not given" if only_options else "as the script stores its images"
     faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
+    own_layout = traced.channels_last
     why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
     layout = Note(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
     return [
@@ -253,7 +287,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
             value="all products in one of them",
             reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
         ),
-        Note(what="input pipeline", value="keeps up", reason="its time is not predicted"),
+        _input_pipeline(traced),
         Note(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
@@ -261,6 +295,22 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         ),
         _sharing(job),
     ]
+
+
+def _input_pipeline(traced: Traced) -> Note:
+    from mezzo.records import Note
+    from mezzo.report.formatting import rate_text
+
+    loader, what = traced.loader, "input pipeline"
+    if loader is None or loader.samples_per_s is None:
+        why = f"its loader was not timed: {loader.reason}" if loader is not None else "its time is not predicted"
+        return Note(what=what, value="keeps up", reason=why)
+    workers = f"{loader.workers} workers" if loader.workers else "no workers"
+    return Note(
+        what=what,
+        value=f"{'less than ' if loader.is_bound else ''}{rate_text(loader.samples_per_s)} samples/s",
+        reason=f"what the loader alone delivers on this machine with {workers}, in {loader.batches} batches; another host differs",
+    )
 
 
 def _sharing(job: GpuGroup) -> Note:
@@ -313,7 +363,7 @@ def predicted_for(
         say: prints a line.
         limit_s: time after which tracing ends; None for no limit.
     """
-    from mezzo.gpus import GPUS
+    from mezzo.gpus import GPUS, find_gpu
 
     trained = [run for run in runs if len(run.steps) and run.error is None]
     measured = any(run.environment.device == "cuda" and not run.effective.emulated for run in trained)
@@ -332,11 +382,18 @@ def predicted_for(
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
-        from mezzo.measure.predict.script.plan import (
-            real_gpus,
-        )  # imports torch, as the other process does at the same time
+        # these import torch, as the other process does at the same time
+        from mezzo.measure.predict.calibrate import device_name, saved_calibration
+        from mezzo.measure.predict.script.plan import real_gpus
 
-        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        here = trained[0].environment
+        own = saved_calibration(device_name("cpu")) if here.device == "cpu" else None
+        calibration = own if own is not None and own.threads == here.threads else None
+        how: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s, "calibration": calibration}
+        predicted = real_gpus(script.target, arguments, policies, cards, **how)
+        gpu = find_gpu(here.gpu) if here.gpu and here.device != "cpu" else None
+        if gpu is not None and gpu.name in predicted.gpus:
+            predicted = predicted.model_copy(update={"own_gpu": gpu.name})
         return None if stop.stopped else predicted
     return None
 
@@ -395,6 +452,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
             batch=traced.batch,
             channels_last=bool(traced.channels_last),
             refused=traced.refused,
+            data=traced.data,
         )
         if not prediction.possible or prediction.largest_batch is None:
             reasons.append(
@@ -404,7 +462,9 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
                 )
             )
         elif prediction.largest_batch:
-            why = f"predicted for {gpu.name}, {plan.MEMORY_HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
+            limits = {"data set": "; these are all of the data set", "measured": "; larger ones fit as well"}
+            free = f"{plan.MEMORY_HEADROOM:.0%} of its memory left free{limits.get(prediction.largest_limit, '')}"
+            why = f"predicted for {gpu.name}, {free}; the script's own is {traced.batch}"
             reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
         else:
             reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))

@@ -18,7 +18,7 @@ from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.values import Budget, clock, seconds_of
 from mezzo.cli.words import typed, value_after, with_value
-from mezzo.commands.tune.ruled_out import gpu_of, rule_out
+from mezzo.commands.tune.ruled_out import RuledOut, gpu_of, rule_out
 from mezzo.errors import ScriptError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def tune(
                 tuning = _tuning(script, folder, time_left, known, engine)
                 notes += [*unchanged, *ruled_out.notes, *how_placed(engine)]
                 record, code = _tuned(script, tuning, time_left, notes)
+                record = _with_predictions(record, ruled_out)
         except Stopped as stopped:
             script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
             raise typer.Exit(stopped.exit_code) from None
@@ -304,6 +305,18 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Note]) -
     if best.decision == "failed":
         return record, first.exit_code or 1
     return record, 0 if best.decision in ("use", "keep") else 1
+
+
+def _with_predictions(record: TuneRecord, ruled_out: RuledOut) -> TuneRecord:
+    """Return the record with each prediction beside its measurement, if both are of the same GPU."""
+    from mezzo.gpus import find_gpu
+
+    here = find_gpu(record.environment.gpu or "")
+    if here is None or here.name != ruled_out.gpu:
+        return record
+    from mezzo.commands.tune.forecast import beside
+
+    return record.model_copy(update={"notes": [*record.notes, *beside(ruled_out.found, record.rows)]})
 
 
 def _hints(runs: Iterable[RunRecord]) -> list[Note]:

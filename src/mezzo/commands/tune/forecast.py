@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mezzo.commands.predict.page import beside_text
 from mezzo.commands.tune.plan import Configuration
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
@@ -18,7 +19,7 @@ from mezzo.measure.predict.plan import failure, impossible, predict, recorded_as
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.predict.tape_memory import predict_memory
 from mezzo.policy import PRESETS
-from mezzo.records import AS_IS, Note
+from mezzo.records import AS_IS, Note, TuneRow
 
 MEMORY_ERROR = 0.1
 """Share by which a predicted step must exceed the limit to be ruled out: 90% of measured peaks lie within it of their predictions."""
@@ -32,6 +33,8 @@ class Forecast:
 
     needed_bytes: int
     """What is allocated on a GPU; on a CPU the parts of a step that are counted there."""
+    step_ms: float | None = None
+    """None on a CPU."""
     rate: float | None = None
     """Samples or steps a second; None on a CPU."""
     rate_low: float = 0.0
@@ -104,6 +107,7 @@ def _forecast(traced: ScriptPlan, one: Configuration, gpu: Gpu | None) -> Foreca
     )
     return Forecast(
         needed_bytes=prediction.allocated_bytes,
+        step_ms=prediction.step_ms,
         rate=prediction.throughput,
         rate_low=prediction.throughput_low,
         rate_high=prediction.throughput_high,
@@ -140,6 +144,15 @@ def ruled_out(
                 "meets the worst end of that one's"
             )
     return reasons
+
+
+def beside(found: Mapping[Configuration, Forecast], rows: Sequence[TuneRow]) -> list[Note]:
+    """Return each prediction beside the time of a step that its row measured on the same GPU, the farthest off first."""
+    measured = {row.name: row.step_ms for row in rows}
+    pairs = [(one, forecast.step_ms, measured.get(one.name)) for one, forecast in found.items()]
+    both = [(one, predicted, ms) for one, predicted, ms in pairs if predicted is not None and ms is not None]
+    both.sort(key=lambda pair: -abs(pair[1] / pair[2] - 1))
+    return [Note(what="prediction", value=one.name, reason=beside_text(predicted, ms)) for one, predicted, ms in both]
 
 
 def not_predicted(configurations: Sequence[Configuration]) -> list[Note]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from mezzo.cli.values import NONE, Budget
 from mezzo.commands.predict.traced import tracing
 
 if TYPE_CHECKING:
+    from mezzo.commands.tune.forecast import Forecast
     from mezzo.commands.tune.plan import Configuration
     from mezzo.devices import Device
     from mezzo.gpus import Gpu
@@ -27,6 +29,10 @@ class RuledOut:
     reasons: dict[Configuration, str] = field(default_factory=dict)
     """The reason why each of these configurations is not run."""
     notes: list[Note] = field(default_factory=list)
+    found: Mapping[Configuration, Forecast] = field(default_factory=dict)
+    """All predictions."""
+    gpu: str = ""
+    """The GPU that they are for; empty for a CPU."""
 
 
 def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
@@ -77,4 +83,5 @@ def rule_out(
         value=f"{len(reasons)} of {len(configurations)} configurations are not run",
         reason=f"{len(found)} were predicted for {where}",
     )
-    return RuledOut(reasons=reasons, notes=[summary, *notes, *not_predicted(configurations)])
+    notes = [summary, *notes, *not_predicted(configurations)]
+    return RuledOut(reasons=reasons, notes=notes, found=found, gpu="" if gpu is None else gpu.name)

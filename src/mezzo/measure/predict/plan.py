@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibrate import Calibration
-from mezzo.measure.predict.sharding import GpuGroup
+from mezzo.measure.predict.sharding import GpuGroup, link_of
 from mezzo.measure.predict.step import (
     ALONE,
     Conditions,
@@ -30,13 +32,22 @@ from mezzo.measure.predict.tape_memory import (
 )
 from mezzo.measure.predict.time import HALF_FORMATS, fitted
 from mezzo.policy import PRESETS, canonical
-from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
+from mezzo.records import (
+    WORTH_SWITCHING,
+    BatchCurve,
+    DataSet,
+    LoaderRate,
+    MemoryTimeline,
+    ModuleTime,
+    Prediction,
+    PredictionDetail,
+)
 
 MEMORY_HEADROOM = 0.13
 """Of 65 measured trainings none needed more than 1 / (1 - 0.13) times the prediction."""
-_WORTH, _EVEN = 1.15, 1.03
-_MOST = 1 << 24
-"""The largest batch that is tried."""
+_EVEN = 1.03
+MOST_MEASURED = 2560
+"""The largest batch of a public measurement, ResNet-50 on an H200: larger ones are predicted only up to a known data set."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ def predict(
     job: GpuGroup = ALONE,
     calibration: Calibration | None = None,
     refused: Mapping[str, str] | None = None,
+    data: DataSet | None = None,
+    loader: LoaderRate | None = None,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -112,6 +125,8 @@ def predict(
         job: how many GPUs train together, each on a batch of ``batch``.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
         refused: the script's error by policy, where it fails.
+        data: the script's data set; None where it is not known.
+        loader: what the script's loader delivers here; None where it is not known.
     """
     why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
@@ -126,8 +141,11 @@ def predict(
     is_fp32 = policy == "tf32" and not has_tf32
     memory = _unlimited(policy_tapes, batch, conditions, policy)
     rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
-    largest = _largest_batch(policy_tapes, conditions, policy)
-    low, high = conditions.band
+    limit = limit_of(policy_tapes, batch, data, num_gpus=job.num_gpus)
+    largest = _largest_batch(policy_tapes, conditions, policy, most=limit.most)
+    low, high = band_of(conditions, step)
+    copy_s = copied_bytes(tape) / link_of(gpu, to="host").bytes_per_s
+    copies = tape.batch * policy_tapes.num_batches / copy_s if copy_s else math.inf
     largest_throughput, sentence = None, ""
     if largest:
         largest_throughput = conditions.throughput(
@@ -158,11 +176,50 @@ def predict(
         memory_bytes=memory.by_kind_bytes,
         fits=_fits(policy_tapes, batch, conditions, policy, headroom=0.0),
         largest_batch=largest,
+        largest_limit=limit.kind if largest == limit.most else "memory",
+        copy_ms=copy_s * 1e3,
+        slower=slower_than(rate / job.num_gpus, copies, loader),
         largest_throughput=largest_throughput,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
         verdict=sentence,
     )
+
+
+def band_of(conditions: Conditions, step: PredictedStep) -> tuple[float, float]:
+    """Return the 10th and the 90th percentile of measured over predicted throughput of ``step``."""
+    return conditions.band
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimit:
+    """What ends the largest batch where memory does not."""
+
+    most: int
+    kind: Literal["data set", "measured"]
+
+
+def limit_of(tapes: Tapes, batch: int, data: DataSet | None, *, num_gpus: int) -> BatchLimit:
+    """Return the largest batch to predict for one GPU: one pass of the data set if its size is known, else what measurements have."""
+    if data is not None and data.samples is not None:
+        return BatchLimit(most=max(1, data.samples // max(num_gpus, data.processes)), kind="data set")
+    traced = [batch, tapes.first.batch, *([tapes.second.batch] if tapes.second is not None else ())]
+    return BatchLimit(most=max(MOST_MEASURED, *traced), kind="measured")
+
+
+def copied_bytes(tape: TrainingTape) -> int:
+    """Return the bytes of a step's inputs, which the host sends if they are not on the GPU."""
+    begin = tape.step_starts[-1] if tape.step_starts else 0
+    blocks = (tape.blocks[event] for event in tape.events[begin:] if event >= 0)
+    return sum(block.size_bytes for block in blocks if block.kind == "inputs")
+
+
+def slower_than(rate: float, copies: float, loader: LoaderRate | None) -> Literal["", "loader", "copies"]:
+    """Return what delivers fewer samples a second than one GPU's ``rate``; the slower, if both do."""
+    delivered = math.inf if loader is None or loader.samples_per_s is None else loader.samples_per_s
+    if rate <= min(delivered, copies):
+        return ""
+    return "loader" if delivered <= copies else "copies"
 
 
 def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> Prediction:
@@ -214,7 +271,7 @@ def verdict(
 ) -> str:
     """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
     if over_bf16 is not None:
-        word = "Worth it" if over_bf16 >= _WORTH else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
+        word = "Worth it" if over_bf16 >= WORTH_SWITCHING else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
         return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
@@ -222,7 +279,7 @@ def verdict(
         return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
     against, gain = ("FP32", over_fp32) if over_tf32 is None or policy == "tf32" else ("TF32", over_tf32)
     memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
-    if gain >= _WORTH:
+    if gain >= WORTH_SWITCHING:
         return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
     if gain >= _EVEN:
         return f"Perhaps: {gain:.2f} times {against}'s speed is within the error of the prediction{memory}."
@@ -275,8 +332,8 @@ def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | None:
-    """Return the largest batch size that fits, 0 if none does; by doubling and bisection, with a replay each time."""
+def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str, *, most: int) -> int | None:
+    """Return the largest batch size up to ``most`` that fits, 0 if none does; by doubling and bisection, with a replay each time."""
     gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
@@ -284,12 +341,12 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
 
     if tapes.second is None:
         return None
-    key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), job
+    key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), job, most
     if key in tapes.largest:
         return tapes.largest[key]
     low, high = 0, 1
-    while high <= _MOST and fits(high):
-        low, high = high, 2 * high
+    while low < most and fits(high):
+        low, high = high, min(most, 2 * high)
     while high - low > max(1, low // 64):  # within 2%
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -17,7 +17,7 @@ import csv
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
@@ -33,7 +33,7 @@ _GATHERED = 2
 
 
 class Link(NamedTuple):
-    """The connection between the GPUs of a machine."""
+    """The connection between the GPUs of a machine, or of a GPU with its host."""
 
     name: str
     bytes_per_s: float
@@ -42,17 +42,18 @@ class Link(NamedTuple):
 
 
 @cache
-def _links() -> dict[str, Link]:
+def _links(to: str) -> dict[str, Link]:
     text = (files("mezzo.measure.predict") / "links.csv").read_text(encoding="utf-8")
     return {
         row["gpu"]: Link(row["link"], float(row["gb_per_s"]) * 1e9, row["source"])
         for row in csv.DictReader(text.splitlines())
+        if row["to"] in (to, "both")
     }
 
 
-def link_of(gpu: Gpu) -> Link:
-    """Return the link of ``gpu``: its own, or the usual one of its architecture."""
-    found = _links()
+def link_of(gpu: Gpu, *, to: Literal["GPUs", "host"] = "GPUs") -> Link:
+    """Return the link of ``gpu`` to other GPUs or to its host: its own, or the usual one of its architecture."""
+    found = _links(to)
     return found.get(gpu.name) or found[family(gpu.architecture)]
 
 

@@ -42,6 +42,11 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     sizes = sorted({size for curve in curves for size in curve.batches})
     styles = policy_styles([curve.policy for curve in curves])
     lines = [_rate_line(curve, sizes, styles[curve.policy]) for curve in curves]
+    loader, note = record.loader, ""
+    if loader is not None and loader.samples_per_s is not None:
+        rate = loader.samples_per_s * record.gpus_per_job
+        lines.append(Line(name="loader here", style=Style(family="other"), y=[rate] * len(sizes)))
+        note = f" The script's loader delivers {fmt.rate_text(rate)} {unit}/s on this machine."
     ends = [
         f"{fmt.clean(curve.policy)} {curve.batches[-1]} with {fmt.rate_text(curve.throughput[-1])} {unit}/s"
         for curve in curves
@@ -49,9 +54,9 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     return Chart(
         name="batches",
         title=title,
-        description=f"The largest batch that fits: {'; '.join(ends)}.",
-        note=f"Predicted. A cross marks the largest batch, which fits into {1 - record.headroom:.0%} of the memory; beyond it the "
-        f"step does not fit. This record is of batch {record.batch}.",
+        description=f"The largest batch that {_largest(record, detail)}: {'; '.join(ends)}.",
+        note=f"Predicted. A cross marks the largest batch, which fits into {1 - record.headroom:.0%} of the memory. "
+        f"This record is of batch {record.batch}.{note}",
         x=[math.log2(size) for size in sizes],
         last_x=math.log2(sizes[-1]),
         x_axis=Axis(title="batch", kind="doubling"),
@@ -62,10 +67,19 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     )
 
 
+def _largest(record: PredictRecord, detail: PredictionDetail) -> str:
+    """Return what the largest batches have in common."""
+    kinds = {one.largest_limit for one in record.predictions if one.gpu == detail.gpu and one.largest_batch}
+    limits = [
+        {"data set": "the data set has", "measured": "measurements cover"}.get(kind, "fits") for kind in sorted(kinds)
+    ]
+    return " or that ".join(limits)
+
+
 def _rate_line(curve: BatchCurve, sizes: list[int], style: Style) -> Line:
     rates = dict(zip(curve.batches, curve.throughput, strict=True))
     largest = curve.batches[-1]
-    end = Mark(x=math.log2(largest), y=rates[largest], shape="cross", text=f"{largest}: the largest that fits")
+    end = Mark(x=math.log2(largest), y=rates[largest], shape="cross", text=f"{largest}: the largest")
     return Line(name=fmt.clean(curve.policy), style=style, y=_between(sizes, rates), marks=[end])
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
+from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.rates import CostLine, MachineRates
 from mezzo.measure.predict.script import plan as module
 from mezzo.measure.predict.script import plan as script_plan
 from mezzo.measure.predict.script.plan import priced_as, real_gpus
@@ -47,6 +49,29 @@ def test_each_gpu_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [(one.gpu, one.policy) for one in found.predictions]
     assert names == [("t4", "fp32"), ("t4", "mine"), ("h100-sxm", "fp32"), ("h100-sxm", "mine")]
     assert [one.what for one in found.not_predicted] == ["as-is"]
+
+
+def test_a_calibrated_cpu_is_predicted_from_operations_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
+        asked.extend((request.on_cpu, request.gpu_present) for request in requests)
+        return [record_script(request) for request in requests]
+
+    monkeypatch.setattr(script_plan, "recorded_tapes", tapes)
+    lines = {"(products)": CostLine(1e-6, 0.0, 1e-9), "(others)": CostLine(1e-6, 0.0, 0.0)}
+    calibration = Calibration("a CPU", 1, "", "", {"fp32": MachineRates(lines)}, low=0.9, high=1.1)
+    found = real_gpus(str(SCRIPTS / "plain.py"), ["3"], {"fp32": "fp32"}, GPUS[:1], calibration=calibration)
+    assert found.here is not None
+    assert (found.here.gpu, found.here.policy, found.here.calibrated) == ("cpu", "fp32", True)
+    assert found.here.step_ms > 0
+    assert (asked[0], asked[-1]) == ((False, True), (True, False))
+    late = real_gpus(
+        str(SCRIPTS / "plain.py"), ["3"], {"fp32": "fp32"}, GPUS[:1], calibration=calibration, limit_s=1e-9
+    )
+    assert late.here is None
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,28 @@ def test_a_module_that_prepares_samples_is_the_hosts(every: str, tmp_path: Path)
         assert {op.name for op in tapes[-1].operations} & {"rand", "flip", "stack"} == set()
     assert tapes[0].operations == tapes[1].operations
     assert tapes[0].events == tapes[1].events
+
+
+DROPS = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_cpu_runs_operations_of_its_own(tmp_path: Path) -> None:
+    """A GPU has one kernel for dropout, and updates all parameters together."""
+    here, on_gpu = (
+        [op.name for op in taped(tmp_path, DROPS, on_cpu=on_cpu, gpu_present=False).operations]
+        for on_cpu in (True, False)
+    )
+    assert "native_dropout" in on_gpu
+    assert "native_dropout" not in here
+    assert any(name.startswith("_foreach") or name.startswith("foreach") for name in on_gpu) != any(
+        "foreach" in name for name in here
+    )

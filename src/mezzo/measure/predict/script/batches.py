@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +21,24 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.engine.casts.registration import unwrapped
 from mezzo.engine.loop_checks import in_fp32
 from mezzo.engine.session import Session
+from mezzo.measure.predict.script.loaders import DrawnFrom, Loaders, first_size
+
+_POSITIONAL = (
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+"""Settings of a loader that may follow its data set and its batch size without a name."""
 
 
 class ScriptBatches:
@@ -40,26 +55,36 @@ class ScriptBatches:
         self._own, self._wanted, self._loading = own, wanted, loading
         self.drawn: list[int] = []
         """Samples of each batch drawn since ``restart``."""
+        self.loaders = Loaders()
+        self._drawn_from: list[DrawnFrom] = []
 
-    def restart(self) -> list[int]:
-        """Return ``drawn``, and empty it."""
+    def restart(self) -> tuple[list[int], list[DrawnFrom]]:
+        """Return ``drawn`` and the loaders of these batches, and empty both."""
         drawn, self.drawn = self.drawn, []
-        return drawn
+        loaders, self._drawn_from = self._drawn_from, []
+        return drawn, loaders
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch for the block. Loaders run in this process: workers would not see fake tensors."""
-        original_init, original_sampler_init, original_next = (
+        original_init, original_sampler_init, original_next, original_pass = (
             DataLoader.__init__,
             BatchSampler.__init__,
             _BaseDataLoaderIter.__next__,
+            _BaseDataLoaderIter.__init__,
         )
 
         def loader(instance: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **settings: Any) -> None:
+            settings |= dict(zip(_POSITIONAL, args, strict=False))
+            self.loaders.made(instance, dataset, settings)
             settings |= {name: 0 for name in ("num_workers", "timeout") if name in settings}
             settings |= {name: None for name in ("prefetch_factor", "multiprocessing_context") if name in settings}
             settings |= {name: False for name in ("persistent_workers", "pin_memory") if name in settings}
-            original_init(instance, dataset, self._size(batch_size), *args, **settings)
+            original_init(instance, dataset, self._size(batch_size), **settings)
+
+        def starting_pass(instance: Any, of: Any) -> None:
+            original_pass(instance, of)
+            self.loaders.begins(instance, of)
 
         def sampler(instance: Any, source: Any, batch_size: int, drop_last: bool) -> None:
             original_sampler_init(instance, source, self._size(batch_size), drop_last)
@@ -70,33 +95,18 @@ class ScriptBatches:
             size = first_size([batch])
             if size is not None:
                 self.drawn.append(size)
+                self._drawn_from.append((self.loaders.loader_of(instance), size))
             return batch
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(DataLoader, "__init__", loader))
             stack.enter_context(patch.object(BatchSampler, "__init__", sampler))
             stack.enter_context(patch.object(_BaseDataLoaderIter, "__next__", following_batch))
+            stack.enter_context(patch.object(_BaseDataLoaderIter, "__init__", starting_pass))
             yield
 
     def _size(self, size: Any) -> Any:
         return self._wanted if self._wanted is not None and size == self._own else size
-
-
-def first_size(values: Iterable[Any]) -> int | None:
-    """Return the first dimension of the first tensor inside ``values`` that has one; None if there is none."""
-    for value in values:
-        if isinstance(value, Tensor):
-            whole = unwrapped(value)  # inside vmap, value is one sample
-            if whole.dim():
-                return int(whole.shape[0])
-            continue
-        inside = value.values() if hasattr(value, "values") and callable(value.values) else value
-        if isinstance(inside, (str, bytes)) or not isinstance(inside, Iterable):
-            continue
-        found = first_size(inside)
-        if found is not None:
-            return found
-    return None
 
 
 # The script loads what it saved from there. Other files are read as torch reads them without numbers.

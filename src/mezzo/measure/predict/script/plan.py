@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ from typing import Any
 from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibrate import calibration_of, rates_used
+from mezzo.measure.predict.calibrate import Calibration, calibration_of, rates_used
 from mezzo.measure.predict.placeholder_numbers import numbers_read
-from mezzo.measure.predict.plan import Tapes, predict, to_record
+from mezzo.measure.predict.plan import Tapes, predict, predict_cpu, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
+from mezzo.measure.predict.script.loaders import at_both_sizes, notes_on
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.policy import PRESETS, Policy
 from mezzo.policyfields import DYNAMIC_SCALE
-from mezzo.records import AS_IS, Note, RealGpus
+from mezzo.records import AS_IS, DataSet, LoaderRate, Note, Prediction, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
@@ -50,6 +52,10 @@ class ScriptPlan:
     """Why other batch sizes do not follow from the script's own; empty if they do."""
     channels_last: bool | None
     """Whether convolutions have channels-last weights or inputs; None without convolutions."""
+    data: DataSet | None
+    """None without a loader."""
+    loader: LoaderRate | None
+    """None without a loader, or if it was not to be timed."""
 
 
 def script_plan(
@@ -62,6 +68,8 @@ def script_plan(
     scaled: bool = True,
     limit_s: float | None = None,
     on_gpu: bool = True,
+    times_loader: bool = False,
+    on_cpu: bool = False,
 ) -> ScriptPlan:
     """Return the tapes of a script.
 
@@ -74,6 +82,8 @@ def script_plan(
         scaled: whether to predict other batch sizes too, which takes a second tape for each policy.
         limit_s: time after which tracing ends.
         on_gpu: whether the prediction is for a GPU instead of this machine.
+        times_loader: whether to time the script's loader on this machine.
+        on_cpu: whether to record the operations of this machine's CPU.
 
     Raises:
         ScriptError: the script fails, or cannot be traced.
@@ -84,27 +94,21 @@ def script_plan(
             f"the script's arguments contain {BATCH}, but --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
     batch_in_arguments = batch if has_batch(arguments) else None
-    own_arguments = with_batch(arguments, batch_in_arguments)
-    requests = [
-        TapeRequest(script=script, arguments=own_arguments, policy=policy, as_module=as_module, gpu_present=on_gpu)
-        for policy in policies
-    ]
+    own: dict[str, Any] = {"arguments": with_batch(arguments, batch_in_arguments), "as_module": as_module}
+    own |= {"gpu_present": on_gpu and not on_cpu, "on_cpu": on_cpu}
+    requests = [TapeRequest(script=script, policy=policy, **own) for policy in policies]
+    requests[-1] = replace(requests[-1], times_loader=times_loader)
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
-    refused = {request.policy: tape.error for request, tape in recorded if tape.error}
-    refused |= {
-        request.policy.replace("fp16", "bf16"): tape.refused_in_bf16
-        for request, tape in recorded
-        if tape.refused_in_bf16
-    }
     script_tapes = [tape for _, tape in recorded if not tape.error]
     known = script_tapes[0]
-    gpu_present = on_gpu and not known.fails_with_gpu
-    requests = [
-        replace(request, numbers_first=known.numbers_first, gpu_present=gpu_present, launched=known.launched)
-        for request, tape in recorded
-        if not tape.error
-    ]
+    now: dict[str, Any] = {
+        "numbers_first": known.numbers_first,
+        "gpu_present": requests[0].gpu_present and not known.fails_with_gpu,
+        "launched": known.launched,
+        "times_loader": False,
+    }
+    requests = [replace(request, **now) for request, tape in recorded if not tape.error]
     size = batch_in_arguments or known.batch
     other_tapes, why = list[ScriptTape](), "they were not requested"
     if scaled or batch not in (None, size):
@@ -115,9 +119,9 @@ def script_plan(
         found_why, tapes[request.policy] = _pair_tapes(found, other, size=batch_in_arguments)
         why = why or found_why
     if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
-        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        of = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
         raise UsageError(
-            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {of}",
             hint=f"leave --batch out; {_WRITE_BATCH}",
         )
     followed = all(pair.second is not None for pair in tapes.values())
@@ -126,16 +130,29 @@ def script_plan(
     )
     source = other_tapes[0].size_at if other_tapes else ""
     no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
+    data = at_both_sizes(known.data, other_tapes[0].data if other_tapes else known.data)
     return ScriptPlan(
         tapes=tapes,
-        refused=refused,
+        refused=_refused(recorded),
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
+        assumptions=[
+            *_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
+            *notes_on(data, batch or size or 1),
+        ],
         no_other_batch=no_other,
         channels_last=_layout(known),
+        data=data,
+        loader=None if size is None else next((tape.loader for _, tape in recorded if tape.loader is not None), None),
     )
+
+
+def _refused(recorded: Sequence[tuple[TapeRequest, ScriptTape]]) -> dict[str, str]:
+    """Return the errors of a script by the policy under which it fails: a recorded policy, or its BF16 partner."""
+    failed = {request.policy: tape.error for request, tape in recorded if tape.error}
+    refused = {request.policy.replace("fp16", "bf16"): tape.refused_in_bf16 for request, tape in recorded}
+    return failed | {policy: error for policy, error in refused.items() if error}
 
 
 def _tapes_at_other_size(
@@ -450,6 +467,23 @@ _NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""
 
 
+def script_on_cpu(
+    script: str,
+    arguments: Sequence[str],
+    calibration: Calibration,
+    *,
+    batch: int | None = None,
+    as_module: bool = False,
+    limit_s: float | None = None,
+) -> Prediction:
+    """Return the prediction of a script in FP32 on this machine's CPU, as ``script_plan`` traces it."""
+    plan = script_plan(
+        script, arguments, [FP32.name], batch=batch, as_module=as_module, scaled=False, limit_s=limit_s, on_cpu=True
+    )
+    pair = plan.tapes[FP32.name]
+    return predict_cpu(pair.at(plan.batch), calibration, batch=plan.batch * pair.num_batches)
+
+
 def real_gpus(
     script: str,
     arguments: Sequence[str],
@@ -458,6 +492,7 @@ def real_gpus(
     *,
     as_module: bool = False,
     limit_s: float | None = None,
+    calibration: Calibration | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; never raises.
 
@@ -468,6 +503,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
+        calibration: rates of this machine's CPU, to predict FP32 on it too; None to leave it out.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [
@@ -482,6 +518,7 @@ def real_gpus(
     )
     if not wanted:
         return nothing
+    begun_s = time.monotonic()
     try:
         plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s)
         found = [
@@ -493,6 +530,7 @@ def real_gpus(
                 channels_last=bool(plan.channels_last),
                 calibration=calibration_of(gpu),
                 refused=plan.refused,
+                data=plan.data,
             ).model_copy(update={"policy": shown})
             for gpu in gpus
             for shown, name in wanted.items()
@@ -500,13 +538,20 @@ def real_gpus(
     except Exception as error:  # the comparison is complete without predictions
         why = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
         return nothing.model_copy(update={"reason": why.partition("\n")[0]})
+    here = None
+    left_s = None if limit_s is None else limit_s - (time.monotonic() - begun_s)
+    if calibration is not None and (left_s is None or left_s > 0):
+        with suppress(MezzoError):  # what the comparison measured stands without it
+            how: dict[str, Any] = {"as_module": as_module, "limit_s": left_s}
+            here = script_on_cpu(script, arguments, calibration, **how)
     return RealGpus(
+        here=here,
         gpus=nothing.gpus,
         batch=plan.batch,
         unit=plan.unit,
         predictions=found,
         not_predicted=not_predicted,
-        assumptions=[*plan.assumptions, *rates_used(found)],
+        assumptions=[*plan.assumptions, *rates_used([*found, *([here] if here is not None else [])])],
     )
 
 

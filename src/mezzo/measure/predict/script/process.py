@@ -17,11 +17,13 @@ import io
 import os
 import pickle
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,12 @@ from mezzo.children.as_python import run_as_python, run_changed
 from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.library_files import is_library_file
 from mezzo.measure.predict.script.batches import SlowData
+from mezzo.measure.predict.script.loaders import MOST_S, rate_of, smallest_data
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
-from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
+from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, loader_file
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import reopen_input
+from mezzo.records import LoaderRate
 from mezzo.temporary import temporary_folder
 
 _AT_ONCE = 2
@@ -46,12 +50,15 @@ _SLOW_DATA = 3
 """Exit code of a fork whose script has to start again with numbers."""
 
 
-def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) -> ScriptTape:
+def record_script(
+    request: TapeRequest, gpu_queries: list[str] | None = None, timed: list[Callable[[], LoaderRate]] | None = None
+) -> ScriptTape:
     """Run the request's script in this process as ``python script`` would, and return its tape.
 
     Args:
         request: the script, its policy and its batches.
         gpu_queries: receives the name of each function that reported the simulated GPU to the script.
+        timed: receives a function that times the loader of the last step, where there is one.
     """
     script_recorder = ScriptRecorder(request, gpu_queries=gpu_queries)
     argv, path = sys.argv, list(sys.path)
@@ -74,6 +81,11 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
     if script_recorder.num_steps < STEPS:
         return ScriptTape(tape=None, num_steps=script_recorder.num_steps)
     sizes = script_recorder.sizes[-1]
+    drawn = script_recorder.loaders
+    loader, data = smallest_data(drawn)
+    if timed is not None and loader is not None:
+        workers = script_recorder.batches.loaders.restore(loader)
+        timed.append(partial(rate_of, loader, workers, batch=next(size for one, size in drawn if one is loader)))
     tape = script_recorder.recorder.finished(script_recorder.num_events)
     tape.batch = sizes[0] if sizes else 1
     return ScriptTape(
@@ -91,6 +103,7 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
         compiles=script_recorder.compiles,
         channels_last=script_recorder.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in script_recorder.optimizers)),
+        data=data,
         read_at=script_recorder.read_at,
         sized_at=script_recorder.sized_at,
     )
@@ -112,27 +125,35 @@ def _record_all(requests_file: Path) -> None:
             if _write(request, tape_file).slow_data:
                 _write(replace(request, numbers_first=True), tape_file)
         return
-    waiting = list(zip(requests, tape_files, strict=True))
+    waiting = sorted(zip(requests, tape_files, strict=True), key=lambda one: one[0].times_loader)
     running: list[tuple[int, TapeRequest, Path]] = []
-    slow = False
+    slow, (held, release) = False, os.pipe()
     while waiting or running:
         if waiting and len(running) < _AT_ONCE:
             request, tape_file = waiting.pop(0)
             request = replace(request, numbers_first=slow or request.numbers_first)
-            running.append((_forked(request, tape_file), request, tape_file))
+            running.append((_forked(request, tape_file, held, release), request, tape_file))
             continue
+        running.sort(key=lambda one: one[1].times_loader)
         child, request, tape_file = running.pop(0)
+        if request.times_loader:  # the last: nothing else runs while its loader is timed
+            os.write(release, b".")
         if _exit_code(child) == _SLOW_DATA:
             slow = True
             waiting.insert(0, (request, tape_file))
 
 
-def _forked(request: TapeRequest, tape_file: Path) -> int:
+def _forked(request: TapeRequest, tape_file: Path, held: int, release: int) -> int:
     child = os.fork()
     if child == 0:
+        os.close(release)
         reopen_input()
-        tape = _write(request, tape_file)
+        timed: list[Callable[[], LoaderRate]] = []
+        tape = _write(request, tape_file, timed)
         sys.stdout.flush()
+        if request.times_loader and timed:
+            os.read(held, 1)  # until nothing else runs
+            _write_rate(timed[0], loader_file(tape_file))
         os._exit(_SLOW_DATA if tape.slow_data else 0)
     return child
 
@@ -145,11 +166,23 @@ def _exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _write(request: TapeRequest, tape_file: Path) -> ScriptTape:
+def _write_rate(timed: Callable[[], LoaderRate], file: Path) -> None:
+    """Time a loader and write its rate; end this process if a batch never comes and no signal ends the wait."""
+    late = LoaderRate(reason=f"it stopped answering for {MOST_S:.0f} s")
+    file.write_bytes(pickle.dumps(late))  # what is read if this process has to end
+    guard = threading.Timer(MOST_S + 1.0, os._exit, (0,))
+    guard.daemon = True
+    guard.start()
+    rate = timed()
+    guard.cancel()
+    file.write_bytes(pickle.dumps(rate))
+
+
+def _write(request: TapeRequest, tape_file: Path, timed: list[Callable[[], LoaderRate]] | None = None) -> ScriptTape:
     """Record a request, write its tape and return it."""
     queries: list[str] = []
     try:
-        tape = record_script(request, queries)
+        tape = record_script(request, queries, timed)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code)

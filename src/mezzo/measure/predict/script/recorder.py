@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,12 +31,12 @@ from mezzo.measure.predict.script.batches import (
     CountedFakeMode,
     ScriptBatches,
     before_first_module,
-    first_size,
     longest_sequences,
     saved_in_memory,
     without_own_amp,
 )
 from mezzo.measure.predict.script.devices import called_by_script, gpu_on_cpu
+from mezzo.measure.predict.script.loaders import DrawnFrom, first_size
 from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.tape import MemoryKind, TrainingTape
@@ -70,6 +70,8 @@ class ScriptRecorder:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.sizes: list[list[int]] = []
         """Samples of each batch of each step."""
+        self.loaders: list[DrawnFrom] = []
+        """The loaders of the last step that drew from any."""
         self.from_loader = False
         """Whether a loader's batches gave ``sizes``; otherwise the first dimension of the model's inputs did."""
         self.channels_last = False
@@ -133,7 +135,7 @@ class ScriptRecorder:
                     first_process_alone(launched=request.launched),
                     without_compilation(self._note_compilation),
                     saved_in_memory(),
-                    cuda_operators(),
+                    nullcontext() if request.on_cpu else cuda_operators(),
                     largest_sizes(self._note_size),
                     longest_sequences(self._note_size),
                     copies_without_numbers(),
@@ -190,8 +192,11 @@ class ScriptRecorder:
         self._forward_begins(module, args, kwargs)
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        drawn = self.batches.restart()
+        drawn, loaders = self.batches.restart()
         self.from_loader = self.from_loader or bool(drawn)
+        known = [one for one in loaders if one[0] is not None]
+        if known:
+            self.loaders = known if not self.sizes[-1] else [*self.loaders, *known]
         self.sizes[-1] += drawn[-1:] if drawn else filter(None, [first_size([args, kwargs])])
         self._adopt(module)
         tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
@@ -281,7 +286,7 @@ class ScriptRecorder:
                 master_weights = (masters.master_or_self(p) for model in self._models for p in model.parameters())
                 self.recorder.add_existing((p for p in master_weights if id(p) not in parameter_ids), "optimizer")
         for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
+            if group.get("foreach", False) is None and not (group.get("fused") or self._request.on_cpu):
                 group["foreach"] = True
             if group.get("capturable", False):  # for CUDA graphs, which are left out; torch refuses it on a CPU
                 group["capturable"] = False

@@ -27,6 +27,7 @@ from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
+from mezzo.records import DataSet, LoaderRate
 from mezzo.records.run import BATCH
 from mezzo.temporary import temporary_folder
 
@@ -65,8 +66,12 @@ class TapeRequest:
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
     gpu_present: bool = True
     """Whether the script sees a simulated GPU; otherwise it sees what this machine has."""
+    on_cpu: bool = False
+    """Whether the operations of this machine's CPU are recorded instead of a GPU's."""
     launched: bool = False
     """Whether it gets the variables that a launcher sets for the only process of a job."""
+    times_loader: bool = False
+    """Whether its loader is timed when all tapes are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,10 @@ class ScriptTape:
     """The first operation on FP16 that CUDA would refuse in BF16, whose predictions share the tapes of FP16."""
     compiles: Sequence[str] = ()
     """Functions by which it compiles, which were left out."""
+    data: DataSet | None = None
+    """The smallest data set of its loaders in a step; None without a loader."""
+    loader: LoaderRate | None = None
+    """What that loader delivers on this machine, if it was timed."""
     fails_with_gpu: str = ""
     """Why it failed with the simulated GPU; it was then traced with what this machine has."""
 
@@ -184,8 +193,15 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
             tape_file = requests_file.with_name(f"tape{number}")
             if not tape_file.exists():
                 raise _crash_error(request, output, code)
-            tapes.append(pickle.loads(tape_file.read_bytes()))
+            tape: ScriptTape = pickle.loads(tape_file.read_bytes())
+            timed = loader_file(tape_file)
+            tapes.append(replace(tape, loader=pickle.loads(timed.read_bytes())) if timed.exists() else tape)
     return tapes, output
+
+
+def loader_file(tape_file: Path) -> Path:
+    """Return the file of the loader's rate, beside the tape's."""
+    return tape_file.with_suffix(".loader")
 
 
 def _run(requests_file: Path, first: TapeRequest, deadline_s: float | None) -> tuple[str, int]:
