@@ -124,7 +124,9 @@ def _product(kind: str, cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
         written=4 * products * rows * n,
     )
     if (seconds := float(cells["Latency"]) / 1e3) >= _LEAST_S["neusight"]:
-        yield MeasuredKernel("products, FP32" if kind == "linear" else "batched products, FP32", gpu, op, seconds, _CLOCKED_S)
+        yield MeasuredKernel(
+            "products, FP32" if kind == "linear" else "batched products, FP32", gpu, op, seconds, _CLOCKED_S
+        )
 
 
 def _convolution(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
@@ -152,12 +154,15 @@ def _convolution_and_gradients(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKerne
     form, window = ("fp32", fw * fh) if "FP32" in cells["sheet"] else ("fp16", fw * fh)
     places = batch * ((width + 2 * pw - fw) // sw + 1) * ((height + 2 * ph - fh) // sh + 1)
     element = 4 if form == "fp32" else 2
-    x, y, weight = (
-        element * n for n in (batch * inputs * width * height, places * outputs, outputs * inputs * window)
-    )
+    x, y, weight = (element * n for n in (batch * inputs * width * height, places * outputs, outputs * inputs * window))
     shapes = {
         "forward": ("convolution", x + weight, y, (places, outputs, inputs * window)),
-        "input_gradient": ("convolution_input_gradient", y + weight, x, (batch * width * height, inputs, outputs * window)),
+        "input_gradient": (
+            "convolution_input_gradient",
+            y + weight,
+            x,
+            (batch * width * height, inputs, outputs * window),
+        ),
         "weight_gradient": ("convolution_weight_gradient", x + y, weight, (outputs, inputs * window, places)),
     }
     for column, (name, read, written, sizes) in shapes.items():

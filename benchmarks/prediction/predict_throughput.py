@@ -29,11 +29,11 @@ def main(argv: Sequence[str] = ()) -> None:
     parser.add_argument("--kernels", type=Path, help="the folder of kernel_tables, to fit the constants again")
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     chosen = parser.parse_args(argv)
-    if chosen.hold_out != "none" and chosen.kernels is None:
-        parser.error("--hold-out fits the constants again, and needs --kernels")
     rows, reasons = read(chosen.rows)
     if chosen.hold_out == "none":
         found = ratios(rows, fitted().constants)
+    elif chosen.kernels is None:
+        parser.error("--hold-out fits the constants again, and needs --kernels")
     else:
         found = held_out(rows, kernels(chosen.kernels), BY[chosen.hold_out])
     measured, errors = np.array([row.throughput for row in rows]), 100 * (found - 1)

@@ -390,6 +390,6 @@ def test_merged_operations_cost_what_all_of_them_cost() -> None:
     ops = Columns.of([product, CostedOperation("add", "forward", "", "fp32", 0, 10**6, 0)] * 3)
     merged, counts = predict_rows.merged(ops)
     assert (len(merged.flops), [*counts]) == (2, [3, 3])
-    card = Card.of(GPUS["a100-80gb"], tf32=True, channels_last=False)
+    card = Card.of(GPUS["a100-80gb"], tf32=True)
     whole, each = (operation_bounds(columns, card, Constants()).total for columns in (ops, merged))
     assert (counts * each).sum() == pytest.approx(whole.sum())

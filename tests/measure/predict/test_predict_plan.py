@@ -43,7 +43,7 @@ def tapes() -> dict[str, Tapes]:
 
 
 def test_a_prediction(tapes: dict[str, Tapes]) -> None:
-    found = predict(tapes, gpu_named("a100-80gb"), "fp16", batch=64, channels_last=False)
+    found = predict(tapes, gpu_named("a100-80gb"), "fp16", batch=64)
     assert found.possible
     assert found.fits
     assert found.throughput == pytest.approx(64 / (found.step_ms / 1e3))
@@ -54,9 +54,9 @@ def test_a_prediction(tapes: dict[str, Tapes]) -> None:
 
 
 def test_fp32_is_its_own_baseline(tapes: dict[str, Tapes]) -> None:
-    found = predict(tapes, gpu_named("t4"), "fp32", batch=64, channels_last=False)
+    found = predict(tapes, gpu_named("t4"), "fp32", batch=64)
     assert (found.over_fp32, found.over_tf32) == (1.0, None)
-    tf32 = predict(tapes, gpu_named("t4"), "tf32", batch=64, channels_last=False)
+    tf32 = predict(tapes, gpu_named("t4"), "tf32", batch=64)
     assert tf32.reason == "T4 has no TF32: this is FP32"
 
 
@@ -68,7 +68,7 @@ def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
 
     both = {"fp32": Tapes.record(convolved, 64)}
     card = dataclasses.replace(gpu_named(gpu), memory_bytes=DRIVER_BYTES + 1024 * MIB)
-    strict, tf32 = (predict(both, card, policy, batch=64, channels_last=False) for policy in ("fp32", "tf32"))
+    strict, tf32 = (predict(both, card, policy, batch=64) for policy in ("fp32", "tf32"))
     assert (tf32.allocated_bytes > strict.allocated_bytes) == copied
     # each largest batch is that of its own policy, though both share a tape
     for found, policy in ((strict, "fp32"), (tf32, "tf32")):
@@ -78,7 +78,7 @@ def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes]) -> None:
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + 400 * MIB)
-    made = predict(tapes, gpu, "fp32", batch=64, channels_last=False, data=DataSet(samples=10**6))
+    made = predict(tapes, gpu, "fp32", batch=64, data=DataSet(samples=10**6))
     found = existing(made.largest_batch)
     assert made.largest_limit == "memory"
     for batch, fits in ((found, True), (found + found // 20, False)):
@@ -100,19 +100,19 @@ def test_where_memory_would_hold_more_the_data_or_the_measurements_end_the_large
     tapes: dict[str, Tapes], data: DataSet | None, num_gpus: int, largest: int, limit: str
 ) -> None:
     job = GpuGroup(num_gpus)
-    made = predict(tapes, gpu_named("h100"), "fp16", batch=64, channels_last=False, job=job, data=data)
+    made = predict(tapes, gpu_named("h100"), "fp16", batch=64, job=job, data=data)
     assert (made.largest_batch, made.largest_limit) == (largest, limit)
 
 
 def test_a_traced_batch_above_all_measured_ones_is_within_the_limit(tapes: dict[str, Tapes]) -> None:
-    made = predict(tapes, gpu_named("h100"), "fp16", batch=5000, channels_last=False)
+    made = predict(tapes, gpu_named("h100"), "fp16", batch=5000)
     assert (made.largest_batch, made.largest_limit) == (5000, "measured")
 
 
 def test_what_delivers_less_than_the_gpu_trains_on_is_said(tapes: dict[str, Tapes]) -> None:
     def slower(rate: float | None, *, num_gpus: int = 1, gpu: str = "t4") -> tuple[str, float]:
         job, loader = GpuGroup(num_gpus), LoaderRate(samples_per_s=rate)
-        made = predict(tapes, gpu_named(gpu), "fp32", batch=64, channels_last=False, job=job, loader=loader)
+        made = predict(tapes, gpu_named(gpu), "fp32", batch=64, job=job, loader=loader)
         return made.slower, made.throughput
 
     alone, rate = slower(None)
@@ -124,7 +124,7 @@ def test_what_delivers_less_than_the_gpu_trains_on_is_said(tapes: dict[str, Tape
 
 
 def test_copies_are_a_steps_inputs_over_the_link_to_the_host(tapes: dict[str, Tapes]) -> None:
-    made = predict(tapes, gpu_named("t4"), "fp32", batch=64, channels_last=False)
+    made = predict(tapes, gpu_named("t4"), "fp32", batch=64)
     assert made.copy_ms == pytest.approx(1e3 * 64 * 256 * 4 / 15.75e9)
     assert slower_than(10.0, 5.0, LoaderRate(samples_per_s=7.0)) == "copies"
     assert slower_than(10.0, 7.0, LoaderRate(samples_per_s=5.0)) == "loader"
@@ -135,7 +135,7 @@ def test_copies_are_a_steps_inputs_over_the_link_to_the_host(tapes: dict[str, Ta
 def test_a_batch_fits_as_in_a_replay_with_the_limit(tapes: dict[str, Tapes], spare_bytes: int) -> None:
     reserved = memory_on(tapes["fp32"].at(64), gpu_named("t4"), "fp32").reserved_bytes
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + reserved + spare_bytes)
-    found = predict(tapes, gpu, "fp32", batch=64, channels_last=False)
+    found = predict(tapes, gpu, "fp32", batch=64)
     assert found.fits == memory_on(tapes["fp32"].at(64), gpu, "fp32", headroom=0.0).fits
 
 
@@ -150,14 +150,14 @@ def test_gpus_of_other_memory_share_the_replays_without_a_limit(monkeypatch: pyt
     both = {"fp32": Tapes.record(partial(_tape, "fp32"), 64)}
     for memory_bytes in (400 * MIB, 800 * MIB):
         gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + memory_bytes)
-        predict(both, gpu, "fp32", batch=64, channels_last=False)
+        predict(both, gpu, "fp32", batch=64)
     unlimited = [batch for batch, without_limit in replays if without_limit]
     assert len(unlimited) == len(set(unlimited)) > 10
 
 
 def test_a_model_that_never_fits_has_largest_batch_0(tapes: dict[str, Tapes]) -> None:
     gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + 20 * MIB)
-    found = predict(tapes, gpu, "fp32", batch=64, channels_last=False)
+    found = predict(tapes, gpu, "fp32", batch=64)
     assert (found.fits, found.largest_batch) == (False, 0)
 
 
@@ -223,7 +223,7 @@ def test_policies_that_share_a_tape(policy: str, recorded: str) -> None:
 
 def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes]) -> None:
     assert impossible(gpu_named("a100"), "fp8") == "A100-SXM4-80GB has no units for fp8"
-    found = predict(tapes, gpu_named("h100"), "fp8", batch=64, channels_last=False)
+    found = predict(tapes, gpu_named("h100"), "fp8", batch=64)
     assert found.reason.startswith(
         "1 of 2 linear layers runs in FP8, the others in BF16 (1: the last layer). They take "
     )
@@ -232,5 +232,5 @@ def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes])
 
 
 def test_tf32_where_there_is_none_is_no_gain_and_as_valid_as_fp32(tapes: dict[str, Tapes]) -> None:
-    found = predict(tapes, gpu_named("t4"), "tf32", batch=64, channels_last=False)
+    found = predict(tapes, gpu_named("t4"), "tf32", batch=64)
     assert (found.verdict, found.validated) == ("", True)

@@ -58,13 +58,12 @@ def test_a_model_without_linear_layers() -> None:
 def test_casts_cost_more_than_small_products_gain(size: int, gains: bool) -> None:
     gpu, constants = gpu_named("h100-sxm"), Constants(overlap=50.0)  # the longer of arithmetic and traffic
     op = product("layer", size, size, size)
-    found = fp8_bounds([op], gpu, constants, channels_last=False)
+    found = fp8_bounds([op], gpu, constants)
     casts = 2 * size * size * 5 / (gpu.bandwidth_bytes_per_s * constants.bandwidth)
     alone = fp8_bounds(
         [CostedOperation(op.name, op.phase, op.module, op.format, op.flops, op.read_bytes, op.written_bytes)],
         gpu,
         constants,
-        channels_last=False,
     )
     assert alone.total[0] > 5 * constants.latency_s  # its own launch, and four of casts
     assert found.traffic[0] > casts

@@ -280,7 +280,7 @@ def _times(gain: Gain | None) -> float:
 
 _WRITTEN_AND_READ = 2
 LAUNCH_BOUND_MS = 1.0
-"""A step whose counted work takes less than this at peak mostly launches kernels: a hundred or more, at 5 to 10 us each."""
+"""A step whose counted work takes less than this at peak mostly waits for the host: 36 us for an operation (``predict.host``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

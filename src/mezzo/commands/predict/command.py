@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -22,6 +22,7 @@ from mezzo.errors import UsageError, nearest
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.measure.predict.calibrate import Calibration
+    from mezzo.measure.predict.host import Host
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
     from mezzo.records import Environment, Note, Prediction, PredictRecord
@@ -97,6 +98,14 @@ PredictPrice: TypeAlias = Annotated[
 PredictSlurm: TypeAlias = Annotated[
     bool, typer.Option("--slurm", help="Also print the #SBATCH lines that request the fastest GPU.")
 ]
+PredictHost: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        metavar="HOST",
+        help="What the host takes for each operation: server, here (measured on this machine), or microseconds.",
+    ),
+]
 PredictCalibrate: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -114,6 +123,7 @@ def predict(
     gpus: PredictGpus = USUAL,
     policies: PredictPolicies = "fp32,tf32,bf16,fp16",
     channels_last: PredictChannelsLast = False,
+    driver: PredictHost = "server",
     price: PredictPrice = None,
     slurm: PredictSlurm = False,
     as_module: options.AsModule = False,
@@ -154,14 +164,22 @@ def predict(
     trace_script = partial(of_script, str(target), arguments or [], wanted, batch, as_module)
     traced = trace_model(calibration=own) if target is None else trace_script(own)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
+    if channels_last and not traced.channels_last:
+        tapes = {policy: pair.stored_channels_last() for policy, pair in traced.tapes.items()}
+        plans = [replace(traced, tapes=tapes), *plans[1:]]
     channels_last = channels_last or bool(traced.channels_last)
-    conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
+    host = _host(driver)
+    conditions = [_conditions(gpu, job, host) for gpu in cards]
     cases = product(plans, conditions, wanted)
     predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases]
     predictions += [] if traced.on_cpu is None else [traced.on_cpu]
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
-    notes = [*rates_used(predictions), *assumptions(channels_last, traced, job, only_options=target is None)]
+    notes = [
+        _host_note(host),
+        *rates_used(predictions),
+        *assumptions(channels_last, traced, job, only_options=target is None),
+    ]
     record = _record(here, traced, job, predictions, notes, channels_last=channels_last)
     record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
@@ -208,11 +226,41 @@ def _record(
     )
 
 
-def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:
+def _conditions(gpu: Gpu, job: GpuGroup, host: Host) -> Conditions:
     from mezzo.measure.predict.calibrate import calibration_of
     from mezzo.measure.predict.step import Conditions
 
-    return Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration_of(gpu))
+    return Conditions(gpu=gpu, job=job, calibration=calibration_of(gpu), host=host)
+
+
+def _host(text: str) -> Host:
+    """Return the host that ``--host`` names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    from mezzo.measure.predict.host import SERVER, Host, measured
+
+    if text == "server":
+        return SERVER
+    if text == "here":
+        return measured()
+    try:
+        microseconds = float(text)
+    except ValueError:
+        microseconds = math.nan
+    if not 0 < microseconds < math.inf:
+        raise UsageError(
+            f"--host {text!r} names no host; allowed: server, here, or microseconds for each operation, above 0",
+            hint=f"type: {with_value('--host', 'here')}",
+        )
+    return Host(operation_s=microseconds * 1e-6, source="requested by --host")
+
+
+def _host_note(host: Host) -> Note:
+    from mezzo.records import Note
+
+    return Note(what="host", value=f"{host.operation_s * 1e6:.3g} us for each operation", reason=host.source)
 
 
 def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: float | None) -> Prediction:
@@ -224,9 +272,9 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         where.gpu,
         policy,
         batch=traced.batch,
-        channels_last=where.channels_last,
         job=where.job,
         calibration=where.calibration,
+        host=where.host,
         refused=traced.refused,
         data=traced.data,
         loader=traced.loader,

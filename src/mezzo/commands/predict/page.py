@@ -190,6 +190,12 @@ def _limits(record: PredictRecord) -> Iterator[str]:
         )
     elif loader is not None and loader.reason:
         yield f"The script's loader was not timed: {fmt.clean(loader.reason)}."
+    if waiting := [one for one in possible if one.bounds.get("launch") == 1 and one.captured_ms]:
+        best = min(waiting, key=lambda one: one.captured_ms)
+        yield (
+            f"Bound by launch: the host needs longer for the step's operations than the GPU. Captured as a CUDA graph, the step takes "
+            f"{fmt.ms_text(best.captured_ms)} on {fmt.clean(best.gpu)} in {policy_and_plan(best)}, not {fmt.ms_text(best.step_ms)}."
+        )
     if any(one.slower == "copies" for one in possible):
         yield f"Bound by copies: the link to the host moves the inputs slower than the GPU trains; {unit}/s are the GPU's."
     kinds = {one.largest_limit for one in possible if one.largest_batch is not None}

@@ -66,6 +66,8 @@ class Prediction(Value):
     calibrated: bool = False
     """Whether the time follows from rates measured on this machine instead of the constants."""
     step_ms: float = 0.0
+    captured_ms: float = 0.0
+    """The same without the host, as a CUDA graph would run it."""
     communication_ms: float = 0.0
     """Time in which the GPUs of a job exchange data in a step; most of it overlaps computation."""
     throughput: float = 0.0

@@ -450,7 +450,6 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Note]:
             gpu,
             policy,
             batch=traced.batch,
-            channels_last=bool(traced.channels_last),
             refused=traced.refused,
             data=traced.data,
         )

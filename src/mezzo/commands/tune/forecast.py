@@ -97,14 +97,10 @@ def _forecast(traced: ScriptPlan, one: Configuration, gpu: Gpu | None) -> Foreca
         tape = traced.tapes[recorded_as(one.policy)].at(traced.batch)
         kinds = predict_memory(tape, workspace_bytes=0).by_kind_bytes
         return Forecast(needed_bytes=sum(kinds.get(kind, 0) for kind in _MEASURED_ON_CPU))
-    prediction = predict(
-        traced.tapes,
-        gpu,
-        one.policy,
-        batch=traced.batch,
-        channels_last=one.channels_last or bool(traced.channels_last),
-        calibration=calibration_of(gpu),
-    )
+    tapes = traced.tapes
+    if one.channels_last and not traced.channels_last:
+        tapes = {policy: pair.stored_channels_last() for policy, pair in tapes.items()}
+    prediction = predict(tapes, gpu, one.policy, batch=traced.batch, calibration=calibration_of(gpu))
     return Forecast(
         needed_bytes=prediction.allocated_bytes,
         step_ms=prediction.step_ms,

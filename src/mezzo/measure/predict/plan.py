@@ -13,6 +13,7 @@ from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.host import SERVER, Host
 from mezzo.measure.predict.sharding import GpuGroup, link_of
 from mezzo.measure.predict.step import (
     ALONE,
@@ -22,7 +23,7 @@ from mezzo.measure.predict.step import (
     seconds_by_module,
     shares_by_kind,
 )
-from mezzo.measure.predict.tape import TrainingTape, check_same_steps
+from mezzo.measure.predict.tape import TrainingTape, check_same_steps, stored_channels_last
 from mezzo.measure.predict.tape_memory import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_HOPPER_BYTES,
@@ -77,6 +78,11 @@ class Tapes:
             self._derived[batch] = self.first.at_batch(self.second, batch)
         return self._derived[batch]
 
+    def stored_channels_last(self) -> Tapes:
+        """Return the tapes of the same training with its images stored channels-last."""
+        second = None if self.second is None else stored_channels_last(self.second)
+        return Tapes(stored_channels_last(self.first), second, self.num_batches)
+
     @classmethod
     def record(cls, record: Callable[[int], TrainingTape], batch: int) -> Tapes:
         """Record at ``batch`` and at another size, and check that the steps are the same."""
@@ -107,9 +113,9 @@ def predict(
     policy: str,
     *,
     batch: int,
-    channels_last: bool,
     job: GpuGroup = ALONE,
     calibration: Calibration | None = None,
+    host: Host = SERVER,
     refused: Mapping[str, str] | None = None,
     data: DataSet | None = None,
     loader: LoaderRate | None = None,
@@ -121,9 +127,9 @@ def predict(
         gpu: the GPU.
         policy: the name of a preset.
         batch: the batch size.
-        channels_last: whether images are stored channels-last.
         job: how many GPUs train together, each on a batch of ``batch``.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
+        host: the processor that drives the GPU.
         refused: the script's error by policy, where it fails.
         data: the script's data set; None where it is not known.
         loader: what the script's loader delivers here; None where it is not known.
@@ -131,7 +137,7 @@ def predict(
     why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
         return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
-    conditions = Conditions(gpu=gpu, job=job, calibration=calibration).covering(policy)
+    conditions = Conditions(gpu=gpu, job=job, calibration=calibration, host=host).covering(policy)
     policy_tapes = tapes[recorded_as(policy)]
     tape, fp32_tape = policy_tapes.at(batch), tapes["fp32"].at(batch)
     step = conditions.step(tape, policy)
@@ -143,7 +149,7 @@ def predict(
     rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
     limit = limit_of(policy_tapes, batch, data, num_gpus=job.num_gpus)
     largest = _largest_batch(policy_tapes, conditions, policy, most=limit.most)
-    low, high = band_of(conditions, step)
+    low, high = conditions.band
     copy_s = copied_bytes(tape) / link_of(gpu, to="host").bytes_per_s
     copies = tape.batch * policy_tapes.num_batches / copy_s if copy_s else math.inf
     largest_throughput, sentence = None, ""
@@ -164,6 +170,7 @@ def predict(
         validated=job == ALONE and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
         calibrated=conditions.calibration is not None,
         step_ms=step.seconds * 1e3,
+        captured_ms=step.captured_s * 1e3,
         communication_ms=step.communication_s * 1e3,
         throughput=rate,
         throughput_low=rate * low,
@@ -184,11 +191,6 @@ def predict(
         over_tf32=over_tf32,
         verdict=sentence,
     )
-
-
-def band_of(conditions: Conditions, step: PredictedStep) -> tuple[float, float]:
-    """Return the 10th and the 90th percentile of measured over predicted throughput of ``step``."""
-    return conditions.band
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from mezzo.measure.predict.host import SERVER, Host
 from mezzo.measure.predict.rates import MachineRates
 from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import CostedOperation, TrainingTape
+from mezzo.measure.predict.tiles import Array
 from mezzo.measure.predict.time import (
     FP8,
     HALF_FORMATS,
@@ -30,7 +31,6 @@ from mezzo.measure.predict.time import (
     longer_of,
     operation_bounds,
 )
-from mezzo.measure.predict.tiles import Array
 from mezzo.records import ModuleShare
 
 ALONE = GpuGroup()
@@ -97,6 +97,8 @@ class PredictedStep:
             self._in_fp8(gpu, constants)
         self.device_s, self.host_s = float(self.operation_s.sum()), conditions.host.seconds(self.tape.operations)
         self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
+        self.captured_s = job.step_s(self.device_s, self.communication_s, tape)
+        """Seconds if the step was captured as a CUDA graph, which needs the host no more."""
 
     def _in_fp8(self, gpu: Gpu, constants: Constants) -> None:
         layers = fp8_layers(self.tape.operations)

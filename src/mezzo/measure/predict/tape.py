@@ -135,6 +135,11 @@ class TrainingTape:
         )
 
 
+def stored_channels_last(tape: TrainingTape) -> TrainingTape:
+    """Return the tape of the same training with its images stored channels-last."""
+    return replace(tape, operations=[replace(operation, channels_last=True) for operation in tape.operations])
+
+
 def grow_unevenly(one: TrainingTape, other: TrainingTape) -> bool:
     """Return whether the bytes of a block grow faster than the batch."""
     pairs = zip(one.blocks, other.blocks, strict=True)

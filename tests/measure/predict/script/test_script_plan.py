@@ -94,7 +94,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
 def test_the_script_is_predicted_at_the_batch_that_is_named(tmp_path: Path) -> None:
     script = _script(tmp_path, LOADER)
     plan = script_plan(script, ["8"], ["fp32"], batch=64)
-    found = predict(plan.tapes, gpu_named("t4"), "fp32", batch=plan.batch, channels_last=False)
+    found = predict(plan.tapes, gpu_named("t4"), "fp32", batch=plan.batch)
     assert found.throughput == pytest.approx(64 / (found.step_ms / 1e3))
     assert found.largest_batch is not None
 
@@ -386,7 +386,7 @@ def test_a_policy_under_which_the_script_fails_has_no_tape(tmp_path: Path, monke
     monkeypatch.setattr(module, "recorded_tapes", tapes)
     plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
     assert (list(plan.tapes), plan.refused) == (["fp32"], {"fp16": "no kernel"})
-    found = predict(plan.tapes, gpu_named("a100"), "bf16", batch=8, channels_last=False, refused=plan.refused)
+    found = predict(plan.tapes, gpu_named("a100"), "bf16", batch=8, refused=plan.refused)
     assert (found.possible, found.reason) == (False, "fails under bf16, traced as fp16: no kernel")
     assert _said(plan, "other batch sizes").startswith("follow: ")
 
@@ -419,7 +419,7 @@ def test_what_only_bf16_refuses_is_no_failure_of_fp16(tmp_path: Path) -> None:
     assert (list(plan.tapes), plan.refused) == (["fp32", "fp16"], {"bf16": error})
     reasons = {
         policy: predict(
-            plan.tapes, gpu_named("h100"), policy, batch=8, channels_last=False, refused=plan.refused
+            plan.tapes, gpu_named("h100"), policy, batch=8, refused=plan.refused
         ).reason
         for policy in ("fp32", "fp16", "bf16", "fp8")
     }
@@ -434,7 +434,7 @@ def test_accumulated_batches_count_together(tmp_path: Path) -> None:
     tape = plan.tapes["fp16"].first
     passes = [(op.phase, op.format) for op in tape.operations if op.name == "convolution"]
     assert passes == [("forward", "fp16")] * 4
-    found = predict(plan.tapes, gpu_named("t4"), "fp16", batch=8, channels_last=False)
+    found = predict(plan.tapes, gpu_named("t4"), "fp16", batch=8)
     assert found.throughput == pytest.approx(4 * 8 / (found.step_ms / 1e3))
 
 
@@ -478,7 +478,7 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
             assert (one.name, one.flops, one.shape) == (other.name, other.flops, other.shape)
             assert one.written_bytes == other.written_bytes
         assert [block.size_bytes for block in found.blocks] == [block.size_bytes for block in wanted.blocks]
-    largest = existing(predict(plan.tapes, gpu_named("t4"), "fp32", batch=8, channels_last=False).largest_batch)
+    largest = existing(predict(plan.tapes, gpu_named("t4"), "fp32", batch=8).largest_batch)
     assert 4 * largest**2 < 16 * 2**30
 
 

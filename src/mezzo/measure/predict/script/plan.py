@@ -527,7 +527,6 @@ def real_gpus(
                 gpu,
                 name,
                 batch=plan.batch,
-                channels_last=bool(plan.channels_last),
                 calibration=calibration_of(gpu),
                 refused=plan.refused,
                 data=plan.data,
