@@ -35,7 +35,9 @@ _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 """Operations whose first call in a thread allocates cuBLAS' workspace; autograd has a thread of its own."""
 _DEVICE = torch.ops.prim.device.default
 _LIST_OPERATION = "_foreach_"
-_KEEP_SHAPES = frozenset("abs add addcdiv addcmul copy div lerp maximum minimum mul neg reciprocal rsqrt sign sqrt sub zero".split())
+_KEEP_SHAPES = frozenset(
+    "abs add addcdiv addcmul copy div lerp maximum minimum mul neg reciprocal rsqrt sign sqrt sub zero".split()  # noqa: SIM905
+)
 """Operations on lists of tensors whose results have the shapes and formats of the first list."""
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
@@ -251,7 +253,11 @@ def _list_results(func: Any, args: Any, kwargs: Any) -> Any:
     Torch would compute them one by one, which took a third of the time of a trace.
     """
     name = func.overloadpacket.__name__
-    if not name.startswith(_LIST_OPERATION) or kwargs or name.removeprefix(_LIST_OPERATION).rstrip("_") not in _KEEP_SHAPES:
+    if (
+        not name.startswith(_LIST_OPERATION)
+        or kwargs
+        or name.removeprefix(_LIST_OPERATION).rstrip("_") not in _KEEP_SHAPES
+    ):
         return NotImplemented
     lists = [part for part in args if isinstance(part, list) and part and isinstance(part[0], Tensor)]
     first = [_layout(tensor) for tensor in args[0]]
