@@ -185,7 +185,9 @@ def of_model(
     read, sized = (
         list(dict.fromkeys(chain(*lines))) for lines in zip(*((t.read_at, t.sized_at) for t in firsts), strict=True)
     )
-    assumed = ([numbers_read("model", read)] if read else []) + ([sizes_assumed(sized)] if sized else [])
+    assumed = (
+        [*built.notes] + ([numbers_read("model", read)] if read else []) + ([sizes_assumed(sized)] if sized else [])
+    )
     return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
 
 
