@@ -117,7 +117,7 @@ def _transformer(text: str, name: str, image: int | None, sequence: int | None) 
         return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _model_loss, found.notes)
     length = sequence or _SEQUENCE
     most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and length > most:
+    if isinstance(most, int) and 0 < most < length:
         raise UsageError(f"--sequence {length} is longer than the {most} positions of {name}", hint="shorten it")
     return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _model_loss, found.notes)
 
