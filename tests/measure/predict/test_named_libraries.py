@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.named import _own_name, import_library, named_model, quiet
+from mezzo.measure.predict.named import own_name, import_library, named_model, quiet
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:
@@ -58,7 +58,7 @@ def test_a_name_may_be_written_as_other_tables_do(written: str, own: str) -> Non
     ],
 )
 def test_a_name_in_other_letters_is_found(written: str, own: str | None) -> None:
-    assert _own_name(written, ["resnet50", "seresnext101_32x4d"]) == own
+    assert own_name(written, ["resnet50", "seresnext101_32x4d"]) == own
 
 
 def test_only_errors_of_libraries_are_heard(caplog: pytest.LogCaptureFixture) -> None:

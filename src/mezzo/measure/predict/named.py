@@ -81,14 +81,14 @@ def _image_model(text: str, library: str, name: str, size: int) -> NamedModel:
         models = import_library("torchvision").models
         known = models.list_models(module=models)
         build = partial(models.get_model, weights=None)
-    own = _own_name(name, known)
+    own = own_name(name, known)
     if own is None:
         raise UsageError(f"{library} has no model {name!r}", hint=nearest(name, known, listed=[*known[:2], "…"]))
     notes = () if own == name else (Note(what="model", value=own, reason=f"{library}'s name for {name}"),)
     return NamedModel(text, "images", f"{size}x{size}", partial(build, own), partial(_images, size), _class_loss, notes)
 
 
-def _own_name(name: str, known: Sequence[str]) -> str | None:
+def own_name(name: str, known: Sequence[str]) -> str | None:
     """Return a library's name of a model that others write with dashes, capitals or the tag of its weights; None if there is none."""
     plain = name.partition(".")[0] if name.partition(".")[0] in known else name
     written = {re.sub(r"[^a-z0-9]", "", one.lower()): one for one in known}
