@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.named import own_name, import_library, named_model, quiet
+from mezzo.measure.predict.named import import_library, named_model, own_name, quiet
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:
