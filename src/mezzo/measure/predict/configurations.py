@@ -117,7 +117,7 @@ def _of_file(path: Path, transformers: Any) -> Configuration:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint=f"name the {_FILE} of a model") from None
-    kind = facts.pop("model_type", None) if isinstance(facts, dict) else None
+    kind = str(facts.pop("model_type", "")) if isinstance(facts, dict) else ""
     if kind not in transformers.CONFIG_MAPPING:
         raise UsageError(
             f"{path} is of the type {kind!r}, which transformers {transformers.__version__} does not have",
