@@ -24,7 +24,7 @@ from benchmarks.prediction.zoo.trainings import (
 )
 from benchmarks.prediction.zoo.transformers4 import transformers_4, with_causal_masks
 from mezzo.errors import UsageError
-from mezzo.measure.predict.configurations import Configuration, configuration
+from mezzo.measure.predict.configurations import ModelConfiguration, configuration
 from mezzo.measure.predict.named import named_model
 from mezzo.measure.predict.plan import MEMORY_HEADROOM
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
@@ -83,7 +83,7 @@ def language_model(name: str, *, cached: bool = True) -> nn.Module:
     except UsageError as error:
         raise NotBuilt(str(error).splitlines()[0]) from None
     if found is None:
-        found = Configuration(library.AutoConfig.for_model(**LANGUAGE[name]), "causal")
+        found = ModelConfiguration(library.AutoConfig.for_model(**LANGUAGE[name]), "causal")
     found.config.use_cache = cached
     return with_causal_masks(found.build(library))
 

@@ -37,7 +37,7 @@ _OF_A_CHECKPOINT = ("architectures", "dtype", "torch_dtype", "transformers_versi
 
 
 @dataclass(frozen=True)
-class Configuration:
+class ModelConfiguration:
     """How transformers builds a model, and what its training gets."""
 
     config: Any
@@ -64,7 +64,7 @@ def configurations() -> dict[str, dict[str, Any]]:
     return found
 
 
-def configuration(name: str, transformers: Any) -> Configuration:
+def configuration(name: str, transformers: Any) -> ModelConfiguration:
     """Return the configuration that ``name`` means.
 
     Args:
@@ -79,14 +79,14 @@ def configuration(name: str, transformers: Any) -> Configuration:
     if (key := name if name in known else by_end.get(name.split("/")[-1].lower())) is not None:
         facts = known[key]["config"]
         config = transformers.AutoConfig.for_model(known[key]["type"], **facts)
-        return Configuration(config, known[key]["task"], untied=_untied(facts))
+        return ModelConfiguration(config, known[key]["task"], untied=_untied(facts))
     if (path := _file_of(name)) is not None:
         return _of_file(path, transformers)
     if name in transformers.CONFIG_MAPPING:
         task = _task(name, (), transformers)
         why = f"{name} is a type of model, not a checkpoint"
         note = Note(what="configuration", value="the type's defaults in transformers", reason=why)
-        return Configuration(_trainable(transformers.AutoConfig.for_model(name)), task, (note,))
+        return ModelConfiguration(_trainable(transformers.AutoConfig.for_model(name)), task, (note,))
     raise UsageError(
         f"Mezzo has no configuration for {name!r}: it is no file, no type of transformers {transformers.__version__}, and not in the hub's "
         "cache, and nothing is downloaded",
@@ -112,7 +112,7 @@ def _file_of(name: str) -> Path | None:
     return None
 
 
-def _of_file(path: Path, transformers: Any) -> Configuration:
+def _of_file(path: Path, transformers: Any) -> ModelConfiguration:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -131,7 +131,7 @@ def _of_file(path: Path, transformers: Any) -> Configuration:
     task = _task(kind, facts.get("architectures") or (), transformers)
     made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in facts.items() if k not in _OF_A_CHECKPOINT})
     note = Note(what="configuration", value=str(path), reason=f"of type {kind}")
-    return Configuration(_trainable(made), task, (note,), _untied(facts))
+    return ModelConfiguration(_trainable(made), task, (note,), _untied(facts))
 
 
 def _untied(facts: Mapping[str, Any]) -> bool:

@@ -111,7 +111,7 @@ REPEATED = "import torch\nprint(torch.ones(3).repeat_interleave(torch.arange(3))
         ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
         ("import sys; sys.exit('no --data')", r"ended before it trained: exit code 1 \(no --data\)"),
         (PARSED, r"exit code 2 \(train.py: error: unrecognized arguments: --foo 1\)"),
-        (REPEATED, "the size of a result depends on them at train.py:2"),
+        (REPEATED, "never trains: it ended after 0 of 2 optimizer steps"),  # traced again, with numbers
         ("import os\nos.kill(os.getpid(), 11)", "its native code, such as an optimizer's kernels, reads the memory"),
         ("import os\nos.kill(os.getpid(), 9)", "it was killed, probably because the machine ran out of memory"),
     ],
@@ -136,12 +136,21 @@ for _ in range(3):
 
 
 def test_a_script_whose_sizes_depend_on_its_data_has_numbers_until_its_first_module(tmp_path: Path) -> None:
-    script = _written(tmp_path, COUNTED.replace("PRINTED", "print(rows.max().item())"))
+    script = _written(tmp_path, COUNTED.replace("PRINTED", "print(1.0 / right.random_().sum().item())"))
     with traced_in_forks():
         (made,) = recorded_tapes([TapeRequest(script=script, arguments=[], policy="fp32")])
     weights = [block.size_bytes for block in existing(made.tape).blocks if block.kind == "parameters"]
-    assert (made.numbers_first, sum(weights)) == (True, 4 * (6 * 2 + 2))
+    assert (made.numbers_first, made.whole_number, sum(weights)) == (True, 1, 4 * (6 * 2 + 2))
     assert made.sized_by.startswith("train.py:4: UnknownSize: the size of repeat_interleave depends on numbers")
+
+
+def test_the_error_is_that_of_the_line_that_data_with_numbers_do_not_help(tmp_path: Path) -> None:
+    script = _written(tmp_path, COUNTED.replace("PRINTED", "rows[:4].repeat_interleave(right.random_())"))
+    with (
+        traced_in_forks(),
+        pytest.raises(ScriptError, match=r"train\.py:11: UnknownSize: the size of repeat_interleave"),
+    ):
+        _recorded(script, "fp32")
 
 
 @pytest.mark.parametrize(

@@ -168,19 +168,19 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
 
-    def works(**changed: Any) -> list[ScriptTape]:
-        with suppress(ScriptError):  # it does not end in time, or its data do not fit
-            again, _ = _recorded([replace(request, **changed) for request in requests], deadline_s)
-            return again if any(one.tape for one in again) else []
-        return []
-
     why = found[0].error
-    if all(_DIVIDED in one.error for one in found):
-        found = works(whole_number=1) or found
     if all(one.needs_numbers and not one.numbers_first for one in found):
-        found = [replace(one, sized_by=why) for one in works(numbers_first=True)] or found
+        requests = [replace(request, numbers_first=True) for request in requests]
+        with suppress(ScriptError):  # it does not end in time, or its data do not fit
+            found, output = _recorded(requests, deadline_s)
+            found = [replace(one, sized_by=why, numbers_first=True) for one in found]
+    if all(_DIVIDED in one.error for one in found):
+        again, _ = _recorded([replace(request, whole_number=1) for request in requests], deadline_s)
+        found = [replace(one, sized_by=found[0].sized_by) for one in again] if any(one.tape for one in again) else found
     if not any(one.tape for one in found) and all(one.gpu_queries for one in found):
-        found = [replace(one, fails_with_gpu=why or "it never trains") for one in works(gpu_present=False)] or found
+        again, _ = _recorded([replace(request, gpu_present=False) for request in requests], deadline_s)
+        if any(one.tape for one in again):
+            found = [replace(one, fails_with_gpu=why or "it never trains") for one in again]
     trains = any(one.tape for request, one in zip(requests, found, strict=True) if request.policy == FP32.name)
     for request, one in zip(requests, found, strict=True):
         if one.error and not trains:
@@ -282,8 +282,7 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
     if one.needs_numbers:
         return ScriptError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
-            hint="change that line in a copy of the script, or prepare what it needs before the first module, with numbers; "
-            "or predict the model by name with --model",
+            hint="change that line in a copy of the script, or predict the model by name with --model",
         )
     if is_of_sparse_tensor(one.error):
         return ScriptError(
