@@ -33,6 +33,9 @@ def main(argv: Sequence[str] = ()) -> None:
             reasons[str(error)] += 1
             continue
         found.append(one)
+        if not one.measured_bytes:
+            print(f"{one.name:48} ran out of memory, predicted {'to' if one.right[0] else 'not to'}", flush=True)
+            continue
         sizes = f"measured {one.measured_bytes / 2**20:.0f} MiB predicted {one.predicted_bytes / 2**20:.0f} MiB"
         print(
             f"{one.name:48} {sizes} {_percent(one.predicted_bytes, one.measured_bytes):+.1f}%{_device(one)}", flush=True
@@ -46,19 +49,20 @@ def main(argv: Sequence[str] = ()) -> None:
     for reason, count in reasons.most_common():
         say(f"not predicted ({count})", reason)
     if right := [answer for one in found for answer in one.right]:
-        say("would it fit under a cap", f"right {sum(right)} of {len(right)}")
+        say("would it fit on the card, and under a cap", f"right {sum(right)} of {len(right)}")
     if ratios := _ratio_errors(found):
         text = f"median error {np.median(ratios):.1f}% of {len(ratios)} pairs"
         say("memory of mixed precision over FP32", text)
     devices = [abs(_percent(one.device_bytes, one.measured_device_bytes)) for one in found if one.device_bytes]
     if devices:
         say("nvidia-smi", f"{_said(devices)} of {len(devices)} rows")
-    errors = [abs(_percent(one.predicted_bytes, one.measured_bytes)) for one in found]
-    if chosen.plot is not None and found:
+    peaks = [one for one in found if one.measured_bytes]
+    errors = [abs(_percent(one.predicted_bytes, one.measured_bytes)) for one in peaks]
+    if chosen.plot is not None and peaks:
         names = ("measured_bytes", "predicted_bytes")
-        gib = [np.array([getattr(one, name) / 2**30 for one in found]) for name in names]
-        title = f"{len(found)} trainings, nothing fitted: median error {np.median(errors):.1f}%"
-        plot(chosen.plot, [one.name.split()[0] for one in found], *gib, unit="GiB at the peak", title=title)
+        gib = [np.array([getattr(one, name) / 2**30 for one in peaks]) for name in names]
+        title = f"{len(peaks)} trainings, nothing fitted: median error {np.median(errors):.1f}%"
+        plot(chosen.plot, [one.name.split()[0] for one in peaks], *gib, unit="GiB at the peak", title=title)
     promises, broken = sum(one.promises for one in found), sum(one.broken for one in found)
     fits = f"{100 * broken / promises:.1f}%" if promises else "-"
     total = f"{_said(errors)} wrongly fits {fits} of {len(found)} rows ({reasons.total()} not predicted)"

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.tape_memory import predict_memory
+from mezzo.measure.predict.training import record_training
 from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
@@ -20,8 +21,10 @@ from benchmarks.prediction.zoo.boxes import overlaps, rotated_overlaps
 from benchmarks.prediction.zoo.detectors import detector, detectron2_model, rotated_detector
 from benchmarks.prediction.zoo.memory_rows import row
 from benchmarks.prediction.zoo.pairs import predicted_bytes, zeroing
-from benchmarks.prediction.zoo.trainings import NotBuilt
+from benchmarks.prediction.zoo.trainings import NotBuilt, training
+from benchmarks.prediction.zoo.transformer_xl import transformer_xl
 from benchmarks.prediction.zoo.yolo import Averaged, yolo
+from benchmarks.prediction.zoo.yolov8 import yolov8, yolov8_loss
 
 ROW = {
     "pair_id": "",
@@ -35,6 +38,31 @@ ROW = {
     "compiled": "no",
     "measured_mib": "3891",
 }
+
+
+def _xl(name: str) -> Any:
+    built = transformer_xl(name)
+    return built and built[0]
+
+
+XMEM = {
+    "model": "google-t5/t5-small", "library": "transformers (from_config, random init)", "optimizer": "AdamW", "batch": "8",
+    "gpu": "RTX 3060", "gpu_total_bytes": str(12 * 2**30), "measured_peak_bytes": "2000000000", "real_oom": "0", "zero_grad_mode": "0",
+}  # fmt: skip
+
+
+def test_t5_is_traced_as_transformers_of_early_2025_ran_it() -> None:
+    """4.50.3 itself has 2,192 MiB; version 5, whose kernel keeps no probabilities, 1,992."""
+    pytest.importorskip("transformers", reason="transformers builds the model")
+    found = row(XMEM)
+    assert found.predicted_bytes / 2**20 == pytest.approx(2192, rel=0.005)
+    assert found.right == [True]
+
+
+def test_a_job_that_ran_out_of_memory_has_an_answer() -> None:
+    pytest.importorskip("transformers", reason="transformers builds the model")
+    found = row(XMEM | {"batch": "256", "real_oom": "1"})
+    assert (found.measured_bytes, found.right) == (0, [True])
 
 
 @pytest.mark.parametrize(
@@ -62,6 +90,13 @@ ROW = {
         (yolo, "YOLOv5-s P6 mask-refine=No", 12.6),
         (yolo, "YOLOv5-l P6 mask-refine=No", 76.8),
         (yolo, "YOLOv5-s (ionogram, 1 GPU)", 7.036),
+        # ultralytics' table of YOLOv8, and its printed summaries
+        (yolov8, "YOLOv8-n P5 mask-refine=No", 3.157),
+        (yolov8, "YOLOv8-m P5 mask-refine=Yes", 25.90),
+        (yolov8, "YOLOv8-x P5 mask-refine=No", 68.23),
+        # transformers' transfo-xl-wt103, and NVIDIA's README of the base size
+        (_xl, "transformer-xl base", 192),
+        (_xl, "Transformer-XL large", 284),
     ],
 )
 def test_networks_have_the_published_number_of_weights(find: Callable[[str], Any], name: str, millions: float) -> None:
@@ -133,9 +168,13 @@ def test_the_average_of_a_model_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"compiled": "torch.compile"}, "torch.compile"),
-        ({"precision": "bf16"}, "a precision that is neither FP32 nor automatic mixed precision"),
-        ({"model": "YOLOX-s"}, "the model zoo of the row is not built here"),
+        ({"compiled": "torch.compile"}, "torch.compile, which fuses operations and keeps other tensors"),
+        (
+            {"precision": "INT8"},
+            "weights in 8 or 16 bits, optimizers on the host or by other libraries: not in the predictor",
+        ),
+        ({"model": "YOLOX-s"}, "pictures of sizes that are drawn at random, or another network of mmyolo: not built"),
+        ({"model": "nothing"}, "a network that is not built here"),
     ],
 )
 def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -> None:
@@ -167,3 +206,30 @@ def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -
 def test_predicted_memory_stays(changed: dict[str, str], mib: int) -> None:
     """The figures of docs/predict.md stand on these; a change of the predictor shows here."""
     assert row({**ROW, **changed}).predicted_bytes >> 20 == mib
+
+
+def test_the_assigner_of_yolov8_sees_all_cells_with_all_boxes() -> None:
+    with FakeTensorMode(), Recorder(batch=2) as recorder:
+        scores, distances = torch.empty(2, 84, 80, requires_grad=True), torch.empty(2, 84, 64, requires_grad=True)
+        recorder.begin("forward")
+        loss, _ = yolov8_loss(lambda x: (scores, distances), {"x": torch.empty(2, 3, 64, 64)})  # type: ignore[arg-type]
+    assert loss.shape == ()
+    assert max(block.size_bytes for block in recorder.tape.blocks) == 2 * 93 * 84 * 4 * 4
+
+
+@pytest.mark.parametrize(("name", "length"), [("transformer-xl base", "32"), ("t5-small", "32")])
+def test_language_models_of_the_throughput_tables_are_traced(name: str, length: str) -> None:
+    if name.startswith("t5"):
+        for library in ("timm", "transformers"):
+            pytest.importorskip(library, reason="timm's names are compared, and transformers builds the model")
+    found = training(name, length)
+    tape = record_training(found.build, found.batch_of, found.loss_of, batch=2, optimizer=torch.optim.SGD, steps=1)
+    products = 6 * 2 * int(length) * sum(block.size_bytes for block in tape.blocks if block.kind == "parameters") // 4
+    assert found.kind == "language transformer"
+    assert 0 < sum(op.flops for op in tape.operations) < 2 * products
+
+
+def test_a_model_that_nobody_has_says_so() -> None:
+    pytest.importorskip("timm", reason="timm's names are compared first")
+    with pytest.raises(NotBuilt, match="neither timm nor transformers has a model nosuch"):
+        training("nosuch", "224")

@@ -23,56 +23,27 @@ from benchmarks.prediction.zoo.trainings import (
     text,
 )
 from benchmarks.prediction.zoo.transformers4 import transformers_4, with_causal_masks
+from mezzo.errors import UsageError
+from mezzo.measure.predict.configurations import ModelConfiguration, configuration
+from mezzo.measure.predict.named import named_model
 from mezzo.measure.predict.plan import MEMORY_HEADROOM
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import ZeroGrad, record_training
 
 Cells = Mapping[str, str]
-CNN = {
-    "MobeNetV3Small": "mobilenet_v3_small",
-    "MobileNetV2": "mobilenet_v2",
-    "ConvNeXtTiny": "convnext_tiny",
-    "RegNetX400MF": "regnet_x_400mf",
-    "RegNetY400MF": "regnet_y_400mf",
-    "MobeNetV3Large": "mobilenet_v3_large",
-    "MobileNetV3Large": "mobilenet_v3_large",
-    "MnasNet": "mnasnet1_0",
-    "ConvNeXtBase": "convnext_base",
-    **{name: name.lower() for name in ("VGG16", "VGG19", "ResNet50", "ResNet101", "ResNet152")},
-}
-CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "openai-community/gpt2": ("GPT2LMHeadModel", {}),
-    "distilbert/distilgpt2": ("GPT2LMHeadModel", {"n_layer": 6}),
-    "cerebras/Cerebras-GPT-111M": (
-        "GPT2LMHeadModel",
-        {"n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu"},
-    ),
-    "EleutherAI/gpt-neo-125M": (
-        "GPTNeoForCausalLM",
-        {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
-    ),
-    "facebook/opt-125m": ("OPTForCausalLM", {}),
-    "facebook/opt-350m": (
-        "OPTForCausalLM",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "ffn_dim": 4096}
-        | {"word_embed_proj_dim": 512, "do_layer_norm_before": False},
-    ),
-    "mistralai/Mistral-7B-v0.1": (
-        "MistralForCausalLM",
-        {"vocab_size": 32000, "sliding_window": 4096, "use_cache": False},
-    ),
-    "ibm/PowerLM-3b": (
-        "GraniteForCausalLM",
-        {"vocab_size": 49152, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40}
-        | {"num_attention_heads": 36, "tie_word_embeddings": True, "use_cache": False},
-    ),
-    "bigcode/gpt_bigcode-santacoder": (
-        "GPTBigCodeForCausalLM",
-        {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16, "use_cache": False},
-    ),
-}
-"""Names and settings of language models in transformers."""
+CNN = {"MobeNetV3Small": "MobileNetV3Small", "MobeNetV3Large": "MobileNetV3Large", "MnasNet": "mnasnet1_0"}
+"""Names that are not torchvision's in other letters."""
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "ibm/PowerLM-3b": {
+        "model_type": "granite", "vocab_size": 49152, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40,
+        "num_attention_heads": 36, "tie_word_embeddings": True,
+    },
+    "bigcode/gpt_bigcode-santacoder": {
+        "model_type": "gpt_bigcode", "vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16,
+    },
+}  # fmt: skip
+"""Language models whose names Mezzo does not know."""
 A100_BYTES = 80 * 2**30
 ZERO_GRAD: dict[str, ZeroGrad] = {
     "": "before_forward",  # not recorded
@@ -89,6 +60,7 @@ class Found:
     name: str
     predicted_bytes: int
     measured_bytes: int
+    """0 for a job that ran out of memory: its peak is a lower bound."""
     promises: int = 0
     """How many caps the job was promised to fit under."""
     broken: int = 0
@@ -100,39 +72,45 @@ class Found:
     """The pair of FP32 and mixed precision that the row belongs to."""
     precision: str = ""
     right: list[bool] = field(default_factory=list)
-    """For each cap, whether the prediction was right."""
+    """For the card and each cap, whether the prediction of what fits was right."""
 
 
-def causal(name: str) -> nn.Module:
-    if name not in CAUSAL:
-        raise NotBuilt(f"no configuration of {name}")
-    model, settings = CAUSAL[name]
-    made = getattr(installed("transformers"), model)
-    return with_causal_masks(made(made.config_class(**settings)))
+def language_model(name: str, *, cached: bool = True) -> nn.Module:
+    """Return a language model, which caches keys and values as transformers does unless a trainer turns that off."""
+    library = installed("transformers")
+    try:
+        found = configuration(name, library) if name not in LANGUAGE else None
+    except UsageError as error:
+        raise NotBuilt(str(error).splitlines()[0]) from None
+    if found is None:
+        found = ModelConfiguration(library.AutoConfig.for_model(**LANGUAGE[name]), "causal")
+    found.config.use_cache = cached
+    return with_causal_masks(found.build(library))
 
 
 def _xmem_row(cells: Cells) -> Found:
     """Predict a row of gpu_memory_xmem.csv: the memory that NVML counted above an idle process."""
-    if cells["real_oom"] == "1":
-        raise NotBuilt("the job ran out of memory: its peak is a lower bound")
     model, total = cells["model"], int(cells["gpu_total_bytes"])
     if cells["library"].startswith("torchvision"):
-        if model not in CNN:
-            raise NotBuilt(f"torchvision has no {model}")
-        build: Any = getattr(installed("torchvision").models, CNN[model])
-        parts: Any = (build, partial(images, 86), class_loss)
+        try:
+            built = named_model(f"torchvision:{CNN.get(model, model)}")
+        except UsageError as error:
+            raise NotBuilt(str(error).splitlines()[0]) from None
+        parts: Any = (built.build, partial(images, 86), class_loss)
     else:
-        parts = (partial(causal, model), partial(text, 128), own_loss)
+        parts = (partial(language_model, model), partial(text, 128), own_loss)
     optimizer = partial(getattr(torch.optim, cells["optimizer"]), lr=1e-4)
     with transformers_4():
         tape = record_training(
             *parts, batch=int(cells["batch"]), optimizer=optimizer, zero_grad=ZERO_GRAD[cells["zero_grad_mode"]]
         )
     memory = partial(predict_memory, tape, matrix_formats=(*HALF_FORMATS, "fp32"))  # torch's convolutions are in TF32
+    whole, ran_out = memory(limit_bytes=total - DRIVER_BYTES), cells["real_oom"] == "1"
     found = Found(
         name=f"{model} {cells['optimizer']} b{cells['batch']} {cells['gpu']}",
-        predicted_bytes=memory(limit_bytes=total - DRIVER_BYTES).reserved_bytes,
-        measured_bytes=int(cells["measured_peak_bytes"]),
+        predicted_bytes=whole.reserved_bytes,
+        measured_bytes=0 if ran_out else int(cells["measured_peak_bytes"]),
+        right=[whole.fits != ran_out],
     )
     for estimator in ("xmem", "dnnmem", "schedtune", "llmem"):
         estimate, oom = cells.get(f"est_{estimator}", ""), cells.get(f"limited_to_{estimator}_oom", "")
@@ -190,7 +168,7 @@ def _fms_row(cells: Cells) -> Found:
     old, batch = "bigcode" in cells["model"], cells["batch_per_gpu"]
 
     def build() -> nn.Module:
-        model: Any = causal(cells["model"]).to(getattr(torch, cells["torch_dtype"]))
+        model: Any = language_model(cells["model"], cached=False).to(getattr(torch, cells["torch_dtype"]))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if cells["method"] == "lora":
             model.enable_input_require_grads()  # as PEFT does, so that checkpoints have a gradient to pass on

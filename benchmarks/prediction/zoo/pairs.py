@@ -1,6 +1,6 @@
 """The trainings of gpu_memory_pairs.csv that can be built here, in FP32 and under automatic mixed precision.
 
-- mmsegmentation's networks on a dilated ResNet; mmdetection's, detectron2's and mmrotate's detectors; mmyolo's YOLOv5.
+- mmsegmentation's networks on a dilated ResNet; mmdetection's, detectron2's and mmrotate's detectors; mmyolo's YOLOv5 and YOLOv8.
 - BERT-base on MRPC with transformers' trainer, which updated one parameter after another; the memory that nvidia-smi showed.
 
 All ran before torch 2.0, so gradients stayed allocated as zeros. With several GPUs, the buckets of data parallelism contain
@@ -9,6 +9,7 @@ every gradient once more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from benchmarks.prediction.zoo.detectors import detector, detectron2_model, rota
 from benchmarks.prediction.zoo.segmenters import pictures, segmenter, two_losses
 from benchmarks.prediction.zoo.trainings import Inputs, NotBuilt, Training, installed, loss_alone, text
 from benchmarks.prediction.zoo.yolo import squares, yolo, yolo_loss
+from benchmarks.prediction.zoo.yolov8 import yolov8, yolov8_loss
 from mezzo.measure.predict.tape_memory import DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.measure.predict.training import record_training
@@ -33,6 +35,16 @@ PRECISIONS = {
     f"{MMCV}, O1-like or autocast by torch version)": "fp16-master",
 }
 """The policy of a row. mmdetection's of July 2020 is mmcv's own, before torch had autocast: weights in FP16 with masters in FP32."""
+NOT_BUILT = {
+    "SECOND|PointPillars|MinkUNet": "the number of points and voxels decides every size, and the row does not state it",
+    "ReDet": "convolutions that are equivariant to rotations, by a library of their own",
+    "tsn|slowonly|swin-tiny|Slow|TPN|TIN": "video: clips or batch are not stated, only named in a configuration",
+    "YOLOv5.* mask": "masks of the instances, whose number the row does not state",
+    "YOLOX|YOLOv6|YOLOv7": "pictures of sizes that are drawn at random, or another network of mmyolo: not built",
+    "COCO Panoptic|Cityscapes": "a segmentation head, other data or another number of classes beside the detector: not built",
+    "Swin-giant": "the network's sizes are not stated",
+}
+"""Reasons by how the name of a row begins."""
 _PHOTOGRAPH, _TILE = (800, 1333), (1024, 1024)
 _LARGEST_CROP = 1250, 1333
 """The largest size that the multi-scale configurations allow: an enlarged crop of 600x384, in a batch with a photograph."""
@@ -46,9 +58,9 @@ def predicted_bytes(cells: Mapping[str, str]) -> int:
         NotBuilt: the row's training cannot be built.
     """
     if cells["compiled"] != "no":
-        raise NotBuilt("torch.compile")
+        raise NotBuilt("torch.compile, which fuses operations and keeps other tensors")
     if cells["precision"] not in PRECISIONS:
-        raise NotBuilt("a precision that is neither FP32 nor automatic mixed precision")
+        raise NotBuilt("weights in 8 or 16 bits, optimizers on the host or by other libraries: not in the predictor")
     policy = PRECISIONS[cells["precision"]]
     zoo, optimizer, of_device = _zoo_of(cells)
     with _trying_algorithms():
@@ -96,10 +108,11 @@ def _zoo_of(cells: Mapping[str, str]) -> tuple[Training, Any, bool]:
     if (build := segmenter(name)) is not None:
         height, width = map(int, cells["input"].split("x"))
         return Training(build, partial(pictures, height, width), two_losses), _SGD, False
-    if (build := yolo(name)) is not None:
+    loss, build = (yolo_loss, yolo(name)) if (later := yolov8(name)) is None else (yolov8_loss, later)
+    if build is not None:
         side = int(cells["input"].replace("x", " ").split()[0])
         nesterov = partial(torch.optim.SGD, lr=0.01, momentum=0.937, nesterov=True)
-        return Training(build, partial(squares, side), yolo_loss), nesterov, "ionogram" in name  # a share of the card
+        return Training(build, partial(squares, side), loss), nesterov, "ionogram" in name  # a share of the card
     of_detectron2 = cells["source_repo"].endswith("detectron2")
     size: tuple[int, int] = _PHOTOGRAPH
     optimizer: Any = _SGD
@@ -107,7 +120,9 @@ def _zoo_of(cells: Mapping[str, str]) -> tuple[Training, Any, bool]:
     if build is None and (build := rotated_detector(name)) is not None:
         size = _TILE
     if build is None:
-        raise NotBuilt("the model zoo of the row is not built here")
+        raise NotBuilt(
+            next((why for words, why in NOT_BUILT.items() if re.match(words, name)), "a network that is not built here")
+        )
     if "Swin" in name:
         size = size if name.endswith("1x") else _LARGEST_CROP
         optimizer = partial(torch.optim.AdamW, lr=1e-4, foreach=False)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from benchmarks.prediction.zoo.blocks import convolved, window
+from benchmarks.prediction.zoo.transformer_xl import transformer_xl, xl_loss
 from mezzo.errors import UsageError
-from mezzo.measure.predict.named import import_library
+from mezzo.measure.predict.configurations import configuration
+from mezzo.measure.predict.named import import_library, own_name
 
 Inputs = Mapping[str, Tensor]
 
@@ -90,7 +92,8 @@ def loss_alone(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
 
 # --- by the names of the throughput tables --------------------------------------------------------
 
-TIMM = {"resnet50v1.5": "resnet50", "resnext101-32x4d": "resnext101_32x4d", "efficientnet-b0": "efficientnet_b0"}
+TIMM = {"resnet50v1.5": "resnet50"}
+"""Names that are not timm's in other letters."""
 GPT = {
     "gpt2_large": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024},
     "gpt3_xl": {"n_embd": 3072, "n_layer": 24, "n_head": 24, "n_positions": 2048},
@@ -117,13 +120,28 @@ def training(model: str, size: str) -> Training:
     for part, reason in NOT_BUILT.items():
         if part in model:
             raise NotBuilt(reason)
+    if (built := transformer_xl(model)) is not None:
+        build, batch_of = built
+        return Training(build, partial(batch_of, int(size)), xl_loss, "language transformer")
     timm = installed("timm")
     timm.layers.set_fused_attn(False)
-    name = TIMM.get(model, model)
-    if name not in timm.list_models():
-        raise NotBuilt(f"timm has no model {name}")
+    if (name := own_name(TIMM.get(model, model), timm.list_models())) is None:
+        return _by_configuration(model, int(size))
     kind = "vision transformer" if name.startswith(VISION_TRANSFORMERS) else "convolutional"
     return Training(partial(timm.create_model, name), partial(images, int(size)), class_loss, kind)
+
+
+def _by_configuration(model: str, length: int) -> Training:
+    """Return the training of a language model by the name of its checkpoint, with attention as in the tables' time."""
+    tr = installed("transformers")
+    try:
+        found = configuration(model, tr)
+    except UsageError:
+        raise NotBuilt(f"neither timm nor transformers has a model {model}") from None
+    if found.task == "image":
+        raise NotBuilt(f"{model} is a classifier of transformers, and the row's images are timm's")
+    found.config._attn_implementation = "eager"
+    return Training(partial(found.build, tr), partial(text, length), own_loss, "language transformer")
 
 
 def _language(model: str, length: int) -> Training:

@@ -11,7 +11,7 @@ import pytest
 
 from helpers_predict import traced_in_forks
 from mezzo import cli
-from mezzo.measure.predict import calibrate, named
+from mezzo.measure.predict import calibrate, configurations
 from mezzo.measure.predict.calibrate import probes
 from mezzo.records import DataSet, PredictRecord, read_record
 from mezzo.report.formatting import rate_text
@@ -25,7 +25,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def _only_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "configurations", lambda: TINY)
+    monkeypatch.setattr(configurations, "configurations", lambda: TINY)
 
 
 def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +320,7 @@ def test_a_model_that_refuses_its_input(
             "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "activation_function": "no"},
         }
     }
-    monkeypatch.setattr(named, "configurations", lambda: broken)
+    monkeypatch.setattr(configurations, "configurations", lambda: broken)
     assert cli.main(["predict", "--model", "transformers:tiny", "--out", str(tmp_path)]) == 2
     assert "one step of transformers:tiny cannot be traced without numbers in fp32" in capsys.readouterr().err
 

@@ -227,7 +227,7 @@ def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes])
     assert found.reason.startswith(
         "1 of 2 linear layers runs in FP8, the others in BF16 (1: the last layer). They take "
     )
-    assert found.verdict.startswith("Not worth it: 0.")
+    assert found.verdict.startswith("Not worth it: 1.00 times")
     assert not found.validated
 
 

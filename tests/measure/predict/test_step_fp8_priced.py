@@ -9,7 +9,7 @@ import pytest
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.step import fp8_bounds, fp8_layers
 from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase
-from mezzo.measure.predict.time import Constants
+from mezzo.measure.predict.time import LATENCY_S, Constants
 
 
 def product(module: str, rows: int, columns: int, depth: int, phase: TapePhase = "forward") -> CostedOperation:
@@ -65,7 +65,7 @@ def test_casts_cost_more_than_small_products_gain(size: int, gains: bool) -> Non
         gpu,
         constants,
     )
-    assert alone.total[0] > 5 * constants.latency_s  # its own launch, and four of casts
+    assert alone.total[0] > 5 * LATENCY_S  # its own launch, and four of casts
     assert found.traffic[0] > casts
     in_16 = op.flops / (gpu.fp16_flops_per_s or 1)
     assert (found.total[0] < in_16) == gains

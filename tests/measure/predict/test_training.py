@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers_predict import kept_bytes, trained_tape
 from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
-from mezzo.measure.predict import named
+from mezzo.measure.predict import configurations, named
 from mezzo.measure.predict.named import NamedModel
 from mezzo.measure.predict.tape import ProductSize
 from mezzo.measure.predict.tape_memory import bytes_by_kind, predict_memory
@@ -213,10 +213,10 @@ def _named(model: str) -> tuple[NamedModel, int]:
     sizes = {"timm": {"image": 64}, "transformers": {"sequence": 64}}
     if find_spec(model.partition(":")[0]) is None:
         pytest.skip(f"{model.partition(':')[0]} is not installed")
-    known = named.configurations()
+    known = configurations.configurations()
     for facts in known.values():
         facts["config"]["num_hidden_layers"] = 2
-    with mock.patch.object(named, "configurations", return_value=known):
+    with mock.patch.object(configurations, "configurations", return_value=known):
         return named.named_model(model, **sizes[model.partition(":")[0]]), 4
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -177,6 +178,7 @@ def of_model(
     """Return the tapes of a model by name, checkpointed by a plan if one is given, and its prediction for a calibrated CPU."""
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.placeholder_numbers import numbers_read
+    from mezzo.measure.predict.result_sizes import sizes_assumed
 
     model, optimizer, built = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
@@ -197,8 +199,13 @@ def of_model(
         tape = named.tape_of(built, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
         on_cpu = plan.predict_cpu(tape, calibration, batch=batch)
     layout = channels_last if built.unit == "images" else None
-    lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.first.read_at))
-    assumed = [numbers_read("model", lines)] if lines else []
+    firsts = [pair.first for pair in tapes.values()]
+    read, sized = (
+        list(dict.fromkeys(chain(*lines))) for lines in zip(*((t.read_at, t.sized_at) for t in firsts), strict=True)
+    )
+    assumed = (
+        [*built.notes] + ([numbers_read("model", read)] if read else []) + ([sizes_assumed(sized)] if sized else [])
+    )
     facts: dict[str, Any] = {"channels_last": layout, "checkpoint": checkpoint or "", "on_cpu": on_cpu}
     return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, **facts)
 

@@ -1,21 +1,19 @@
 """Models by name, built from their architecture alone: ``timm:resnet50``, ``torchvision:vgg16``, ``transformers:gpt2``.
 
-Nothing is downloaded. Names of transformers stand in ``models.json``, which has the facts that differ from the
-configuration's defaults.
+Nothing is downloaded. ``configurations`` says what a name of transformers means; names of images may be written as other tables write
+them (``se-resnext101-32x4d``).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
+from mezzo.measure.predict.configurations import configuration
 from mezzo.measure.predict.names import MODEL_LIBRARIES
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
+from mezzo.records import Note
 
 _IMAGE, _SEQUENCE = 224, 128
 
@@ -45,6 +45,8 @@ class NamedModel:
     build: Callable[[], nn.Module]
     batch_of: Callable[[int], dict[str, Tensor]]
     loss_of: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]]
+    notes: tuple[Note, ...] = ()
+    """What a record says of how the name was read."""
 
 
 def named_model(text: str, *, image: int | None = None, sequence: int | None = None) -> NamedModel:
@@ -74,14 +76,23 @@ def named_model(text: str, *, image: int | None = None, sequence: int | None = N
 def _image_model(text: str, library: str, name: str, size: int) -> NamedModel:
     if library == "timm":
         timm = import_library("timm")
-        known, build = timm.list_models(), partial(timm.create_model, name)
+        known, build = timm.list_models(), timm.create_model
     else:
         models = import_library("torchvision").models
         known = models.list_models(module=models)
-        build = partial(models.get_model, name, weights=None)
-    if name not in known:
+        build = partial(models.get_model, weights=None)
+    own = own_name(name, known)
+    if own is None:
         raise UsageError(f"{library} has no model {name!r}", hint=nearest(name, known, listed=[*known[:2], "…"]))
-    return NamedModel(text, "images", f"{size}x{size}", build, partial(_images, size), _class_loss)
+    notes = () if own == name else (Note(what="model", value=own, reason=f"{library}'s name for {name}"),)
+    return NamedModel(text, "images", f"{size}x{size}", partial(build, own), partial(_images, size), _class_loss, notes)
+
+
+def own_name(name: str, known: Sequence[str]) -> str | None:
+    """Return a library's name of a model that others write with dashes, capitals or the tag of its weights; None if there is none."""
+    plain = name.partition(".")[0] if name.partition(".")[0] in known else name
+    written = {re.sub(r"[^a-z0-9]", "", one.lower()): one for one in known}
+    return plain if plain in known else written.get(re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
 def _images(size: int, n: int) -> dict[str, Tensor]:
@@ -96,37 +107,19 @@ def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
     return F.cross_entropy(outputs, inputs["y"]), outputs
 
 
-def configurations() -> dict[str, dict[str, Any]]:
-    """Return the facts of the transformers that are known by name."""
-    text = (files("mezzo.measure.predict") / "models.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
-
-
 def _transformer(text: str, name: str, image: int | None, sequence: int | None) -> NamedModel:
-    known = configurations()
-    by_end = {key.split("/")[-1].lower(): key for key in known}
-    key = name if name in known else by_end.get(name.split("/")[-1].lower())
-    if key is None:
-        raise UsageError(f"Mezzo has no configuration for {name!r}", hint=nearest(name, known))
-    facts = known[key]
     transformers = import_library("transformers")
-    config = transformers.AutoConfig.for_model(facts["type"], **facts["config"])
-    heads = {
-        "masked": transformers.AutoModelForMaskedLM,
-        "causal": transformers.AutoModelForCausalLM,
-        "sequence": transformers.AutoModelForSeq2SeqLM,
-        "image": transformers.AutoModelForImageClassification,
-    }
-    build = partial(heads[facts["task"]].from_config, config)
-    if facts["task"] == "image":
-        size = image or config.image_size
-        return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _model_loss)
+    found = configuration(name, transformers)
+    config, build = found.config, partial(found.build, transformers)
+    if found.task == "image":
+        own = getattr(config, "image_size", None)
+        size = image or (own if isinstance(own, int) else _IMAGE)
+        return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _model_loss, found.notes)
     length = sequence or _SEQUENCE
     most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and length > most:
+    if isinstance(most, int) and 0 < most < length:
         raise UsageError(f"--sequence {length} is longer than the {most} positions of {name}", hint="shorten it")
-    return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _model_loss)
+    return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _model_loss, found.notes)
 
 
 def _pixels(size: int, n: int) -> dict[str, Tensor]:

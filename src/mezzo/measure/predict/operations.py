@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import format_of
@@ -68,14 +67,14 @@ def operations_of(
     packet = func.overloadpacket
     if packet in _FREE or func.is_view or func.namespace == "prim":
         return []
-    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    inputs = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
+    outputs = tensors_in(result)
     if all(t.dim() == 0 for t in (*inputs, *outputs)):
         return []
     form = _format(inputs or outputs)
     if packet is aten.convolution_backward:
         return _convolution_backward(args, result, form, phase, module)
-    written = outputs or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]  # a list operation in place
+    written = outputs or tensors_in(args[:1])  # a list operation in place
     read = inputs[1:] if packet in _OVERWRITES else inputs
     if packet in _READS_WHAT_IT_WRITES:
         read = [*inputs[1:], *outputs]
@@ -109,6 +108,21 @@ def _is_unaligned(tensor: Tensor) -> bool:
     """Return whether a matrix has rows, as they lie in memory, that do not all begin at multiples of 16 bytes."""
     steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and step > 1]
     return tensor.dim() > 1 and any(step * tensor.element_size() % _LOADED_BYTES for step in steps)
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in order; operations take no other collections than lists."""
+    if isinstance(arguments, Tensor):
+        return [arguments]
+    if not isinstance(arguments, (list, tuple)):
+        return []
+    found: list[Tensor] = []
+    for part in arguments:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            found.extend(tensors_in(part))
+    return found
 
 
 def _convolution_backward(

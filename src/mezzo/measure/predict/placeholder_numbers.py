@@ -1,6 +1,7 @@
 """Answer a training that reads a number while it is traced without numbers: 1.0, 0 or False. Everything is finite.
 
-An optimizer that divides by its step counter must not get 0. Torch itself reads numbers too, as for ``data[i]`` with a tensor ``i``.
+Numbers that a script wrote itself are known. An optimizer that divides by its step counter must not get 0; a script that divides by
+a whole number gets 1 for each of them instead. Torch itself reads numbers too, as for ``data[i]`` with a tensor ``i``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, fake_impls
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.measure.predict.result_sizes import known_numbers, unknown_size
 from mezzo.records import Note
 
 aten: Any = torch.ops.aten
@@ -43,31 +44,38 @@ def reading_frame() -> FrameType | None:
     return frame
 
 
-def numbers_read(who: str, lines: Sequence[str]) -> Note:
+def numbers_read(who: str, lines: Sequence[str], *, whole: int = 0) -> Note:
     """Return a record's note on the numbers that ``who``, the script or the model, reads at ``lines``."""
     where = f", read at {', '.join(lines)}" if lines else ""
     return Note(
         what=f"numbers that the {who} reads",
-        value="1.0, 0 or False",
+        value=f"1.0, {whole} or False",
         reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
     )
 
 
 @contextmanager
-def placeholder_numbers(on_read: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
+def placeholder_numbers(on_read: Callable[[], None], *, some_are_real: bool = False, whole: int = 0) -> Iterator[None]:
     """Answer each read of a number in the block.
 
     Args:
         on_read: called for each read.
         some_are_real: whether tensors that are not fake have numbers.
+        whole: the placeholder of a whole number.
     """
-    answers = _Answers()
+    answers, inside = _Answers(whole), False
 
     def noted(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         def answered(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if some_are_real and not isinstance(tensor, FakeTensor):
-                with _disable_current_modes():
-                    return original(tensor, *args, **kwargs)
+            nonlocal inside
+            has_numbers = not isinstance(tensor, FakeTensor) and (some_are_real or inside)
+            if (real := tensor if has_numbers else known_numbers(tensor)) is not None:
+                before, inside = inside, True
+                try:
+                    with _disable_current_modes():
+                        return original(real, *args, **kwargs)
+                finally:
+                    inside = before
             on_read()
             return answer(tensor, *args, **kwargs)
 
@@ -94,9 +102,10 @@ def placeholder_numbers(on_read: Callable[[], None], *, some_are_real: bool = Fa
             for name in ("isfinite", "all", "any"):
                 stack.enter_context(patch.object(home, name, answers.about_finite(name, getattr(home, name))))
         for name, answer in answers.by_method().items():
+            answered = noted(answer, getattr(Tensor, name))
             for kind in (Tensor, FakeTensor):
                 if name in vars(kind) or kind is Tensor:
-                    stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
+                    stack.enter_context(patch.object(kind, name, answered))
         stack.enter_context(patch.dict(fake_impls.op_implementations_dict, torch_operators))
         stack.enter_context(patch.object(torch.nn.functional, "one_hot", _one_hot(torch.nn.functional.one_hot)))
         yield
@@ -105,7 +114,8 @@ def placeholder_numbers(on_read: Callable[[], None], *, some_are_real: bool = Fa
 class _Answers:
     """The placeholder of each tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: int) -> None:
+        self._placeholder = whole
         self._offsets = WeakTensorKeyDictionary()
         """What was added to a placeholder: ``x[i : i + 8]`` has 8 rows wherever it begins."""
         self._finite = WeakTensorKeyDictionary()
@@ -156,7 +166,7 @@ class _Answers:
         return sum_of
 
     def _whole(self, tensor: Tensor) -> int:
-        found: int = self._offsets.get(tensor, 0)
+        found: int = self._offsets.get(tensor, self._placeholder)
         return found
 
     def _each(self, tensor: Tensor) -> Any:
@@ -174,7 +184,7 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes == -1 and isinstance(tensor, FakeTensor):
-            raise DataDependentOutputException(aten.one_hot.default)
+            raise unknown_size("one_hot")
         return original(tensor, num_classes)
 
     return one_hot

@@ -96,6 +96,8 @@ class TrainingTape:
     """Whether cuDNN may try its algorithms for convolutions."""
     read_at: list[str] = field(default_factory=list)
     """Lines of a model by name that read a number (``placeholder_numbers``)."""
+    sized_at: list[str] = field(default_factory=list)
+    """Lines of a model by name where the size of a result depends on numbers (``result_sizes``)."""
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers together: a layer of a list, or ``""`` for the rest."""
 

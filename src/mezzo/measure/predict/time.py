@@ -250,8 +250,8 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
         multiprocessors=column(card.multiprocessors),
         sharing=column(card.sharing),
     )
-    cycles = np.zeros_like(ops.flops)
-    products = (ops.flops > 0) & ~ops.depthwise & ~ops.attention
+    cycles = ops.flops / (per_cycle * card.multiprocessors)  # of products whose shape is not known
+    products = (ops.flops > 0) & (ops.depth > 0) & ~ops.depthwise & ~ops.attention
     cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
     fused = replace(tiled, rows=ops.rows, columns=ops.columns)
     cycles[ops.attention] = attention_cycles(

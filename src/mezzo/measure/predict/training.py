@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.result_sizes import largest_sizes
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.policy import Policy
 
@@ -81,8 +82,12 @@ def record_training(
             if zero_grad == "before_forward":
                 built_optimizer.zero_grad()
             recorder.begin("forward")
-            answers = placeholder_numbers(partial(_note_line, recorder.tape.read_at), some_are_real=True)
-            with fake, answers, cuda_operators() if gpu else nullcontext(), recorder.modules_named(model):
+            with (
+                fake,
+                _without_numbers(recorder),
+                cuda_operators() if gpu else nullcontext(),
+                recorder.modules_named(model),
+            ):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
@@ -95,7 +100,8 @@ def record_training(
             recorder.label((p.grad for p in model.parameters() if p.grad is not None), "gradients")
             recorder.update_begins()
             masters.pull_gradients()
-            built_optimizer.step()
+            with _without_numbers(recorder):
+                built_optimizer.step()
             masters.push()
             free_gradients(masters, model)
             recorder.label(optimizer_state(built_optimizer), "optimizer")
@@ -104,6 +110,17 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+@contextmanager
+def _without_numbers(recorder: Recorder) -> Iterator[None]:
+    """Answer what the block reads of fake tensors, and note the lines in the tape."""
+    tape = recorder.tape
+    with (
+        placeholder_numbers(partial(_note_line, tape.read_at), some_are_real=True),
+        largest_sizes(partial(_note_line, tape.sized_at)),
+    ):
+        yield
 
 
 def _note_line(lines: list[str]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from helpers_predict import traced_in_forks
 from helpers_values import existing
 from mezzo.errors import ScriptError, UsageError
+from mezzo.measure.predict.result_sizes import UnknownSize
+from mezzo.measure.predict.script import recorder as script_recorder
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
@@ -109,7 +111,7 @@ REPEATED = "import torch\nprint(torch.ones(3).repeat_interleave(torch.arange(3))
         ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
         ("import sys; sys.exit('no --data')", r"ended before it trained: exit code 1 \(no --data\)"),
         (PARSED, r"exit code 2 \(train.py: error: unrecognized arguments: --foo 1\)"),
-        (REPEATED, "the size of a result depends on them at train.py:2"),
+        (REPEATED, "never trains: it ended after 0 of 2 optimizer steps"),  # traced again, with numbers
         ("import os\nos.kill(os.getpid(), 11)", "its native code, such as an optimizer's kernels, reads the memory"),
         ("import os\nos.kill(os.getpid(), 9)", "it was killed, probably because the machine ran out of memory"),
     ],
@@ -117,6 +119,62 @@ REPEATED = "import torch\nprint(torch.ones(3).repeat_interleave(torch.arange(3))
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
     with traced_in_forks(), pytest.raises(ScriptError, match=message):
         _recorded(_written(tmp_path, text), "fp32")
+
+
+COUNTED = """
+import torch
+from torch import nn
+rows = torch.arange(3).repeat_interleave(torch.randint(2, 3, (3,)))
+model = nn.Linear(len(rows), 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    right = torch.zeros(4, dtype=torch.long)
+    model(torch.randn(4, len(rows))).mean().backward()
+    optimizer.step()
+    PRINTED
+"""
+
+
+def test_a_script_whose_sizes_depend_on_its_data_has_numbers_until_its_first_module(tmp_path: Path) -> None:
+    script = _written(tmp_path, COUNTED.replace("PRINTED", "print(1.0 / right.random_().sum().item())"))
+    with traced_in_forks():
+        (made,) = recorded_tapes([TapeRequest(script=script, arguments=[], policy="fp32")])
+    weights = [block.size_bytes for block in existing(made.tape).blocks if block.kind == "parameters"]
+    assert (made.numbers_first, made.whole_number, sum(weights)) == (True, 1, 4 * (6 * 2 + 2))
+    assert made.sized_by.startswith("train.py:4: UnknownSize: the size of repeat_interleave depends on numbers")
+
+
+def test_the_error_is_that_of_the_line_that_data_with_numbers_do_not_help(tmp_path: Path) -> None:
+    script = _written(tmp_path, COUNTED.replace("PRINTED", "rows[:4].repeat_interleave(right.random_())"))
+    with (
+        traced_in_forks(),
+        pytest.raises(ScriptError, match=r"train\.py:11: UnknownSize: the size of repeat_interleave"),
+    ):
+        _recorded(script, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("printed", "whole"), [("print(1.0 / right.sum().item())", 1), ("print(1 / right[0].item() * int(right[1]))", 1)]
+)
+def test_a_script_that_divides_by_a_whole_number_gets_1(printed: str, whole: int, tmp_path: Path) -> None:
+    text = COUNTED.replace("torch.randint(2, 3, (3,))", "2")
+    with traced_in_forks():
+        script = _written(tmp_path, text.replace("PRINTED", printed.replace("right", "right.random_()")))
+        (made,) = recorded_tapes([TapeRequest(script=script, arguments=[], policy="fp32")])
+        assert (made.whole_number, made.read_at) == (whole, ["train.py:11"])
+        script = _written(tmp_path, text.replace("PRINTED", "1 / (right.random_()[0].item() - right[1].item())"))
+        with pytest.raises(ScriptError, match=r"train\.py:11: ZeroDivisionError") as told:
+            _recorded(script, "fp32")
+    assert "divide tensors instead" in str(told.value)
+
+
+def test_a_loop_that_waits_for_a_number_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_recorder, "_MOST_READS", 50)
+    text = COUNTED.replace("torch.randint(2, 3, (3,))", "2").replace(
+        "PRINTED", "while not right.random_().sum() > 1: pass"
+    )
+    with pytest.raises(UnknownSize, match=r"train\.py:11 reads numbers without end"):
+        _recorded_here(_written(tmp_path, text), [], "fp32")
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:
@@ -172,7 +230,13 @@ NO_KERNEL = r"NoKernelError: cuFFT only supports .* but got a signal size of\[12
     ("setup", "data", "policy", "message", "hint"),
     [
         (WIDE, "torch.randn(16, 8).double()", "fp32", "100% of its FLOPs are in float64", "convert model and data to"),
-        (SPARSE, "torch.randint(0, 9, (16,))", "fp32", "its gradients are sparse", "sparse=False in its nn.Embedding"),
+        (
+            SPARSE,
+            "torch.randint(0, 9, (16,))",
+            "fp32",
+            "it computes with sparse tensors",
+            "sparse=False in its nn.Embedding",
+        ),
         ("__import__('surely_not_here.part')", "0", "fp32", NOT_HERE, "install it for "),
         (SCATTERED, DATA, "bf16", r"fails under bf16: .*train.py:4: RuntimeError: .*dtype", f"{FALLBACK} bf16"),
         (FOURIER, DATA, "fp16", rf"fails under fp16: .*train.py:4: {NO_KERNEL}", f"{FALLBACK} fp16"),

@@ -21,6 +21,7 @@ from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration, calibration_of, rates_used
 from mezzo.measure.predict.placeholder_numbers import numbers_read
 from mezzo.measure.predict.plan import Tapes, predict, predict_cpu, to_record
+from mezzo.measure.predict.result_sizes import sizes_assumed
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.loaders import at_both_sizes, notes_on
@@ -102,12 +103,7 @@ def script_plan(
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
     script_tapes = [tape for _, tape in recorded if not tape.error]
     known = script_tapes[0]
-    now: dict[str, Any] = {
-        "numbers_first": known.numbers_first,
-        "gpu_present": requests[0].gpu_present and not known.fails_with_gpu,
-        "launched": known.launched,
-        "times_loader": False,
-    }
+    now = known.settings | {"gpu_present": requests[0].gpu_present and not known.fails_with_gpu, "times_loader": False}
     requests = [replace(request, **now) for request, tape in recorded if not tape.error]
     size = batch_in_arguments or known.batch
     other_tapes, why = list[ScriptTape](), "they were not requested"
@@ -294,14 +290,15 @@ def _assumptions(
     known: ScriptTape, batch_in_arguments: int | None, *, no_other: str, uneven: bool, size_at: str
 ) -> list[Note]:
     size, num_batches = batch_in_arguments or known.batch, known.num_batches
-    assumptions = [numbers_read("script", known.read_at)]
+    assumptions = [numbers_read("script", known.read_at, whole=known.whole_number)]
 
     def add(what: str, value: str, reason: str) -> None:
         assumptions.append(Note(what=what, value=value, reason=reason))
 
     if known.numbers_first:
         slow = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
-        add("data that the script prepares", "with numbers", slow)
+        sized = f"a size depends on them, at {known.sized_by}"
+        add("data that the script prepares", "with numbers", sized if known.sized_by else slow)
     if known.fails_with_gpu:
         failure = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
         add("torch.cuda.is_available()", "this machine's", failure)
@@ -314,11 +311,7 @@ def _assumptions(
         add(", ".join(known.compiles), "left out", "compiled steps are not predicted")
     assumptions += _own_precision(known.tape) if known.policy == FP32.name else []
     if known.sized_at:
-        lines = ", ".join(filter(None, known.sized_at)) or "in a library"
-        assumed = (
-            "conditions are assumed to select everything and values to differ; otherwise it takes less memory and time"
-        )
-        add("sizes that numbers decide", "the largest possible", f"{assumed}, at {lines}")
+        assumptions.append(sizes_assumed(known.sized_at))
     if size is None:
         add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
         return assumptions

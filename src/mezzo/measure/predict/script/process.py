@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from mezzo.children.as_python import run_as_python, run_changed
 from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.library_files import is_library_file
+from mezzo.measure.predict.result_sizes import UnknownSize
 from mezzo.measure.predict.script.batches import SlowData
 from mezzo.measure.predict.script.loaders import MOST_S, rate_of, smallest_data
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
@@ -97,6 +98,7 @@ def record_script(
         modules=files.modules,
         configurations=files.configurations,
         numbers_first=request.numbers_first,
+        whole_number=request.whole_number,
         launched=request.launched,
         policy=request.policy,
         refused_in_bf16=next(iter(refused), ""),
@@ -192,7 +194,7 @@ def _write(request: TapeRequest, tape_file: Path, timed: list[Callable[[], Loade
         tape = ScriptTape(tape=None, slow_data=True)
     except Exception as error:
         traceback.print_exc()
-        by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        by_numbers = isinstance(error, (UnknownSize, DataDependentOutputException, DynamicOutputShapeException))
         tape = ScriptTape(tape=None, error=_error_text(error, request.script), needs_numbers=by_numbers)
     tape = replace(tape, gpu_queries=queries)
     unfinished = tape_file.with_suffix(".part")

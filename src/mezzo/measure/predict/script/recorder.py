@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -15,8 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -27,6 +27,7 @@ from mezzo.measure.cuda_answers import first, nothing
 from mezzo.measure.predict.operations import cuda_operators
 from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, reading_frame
 from mezzo.measure.predict.recorder import Recorder, storage_key
+from mezzo.measure.predict.result_sizes import UnknownSize, largest_sizes
 from mezzo.measure.predict.script.batches import (
     CountedFakeMode,
     ScriptBatches,
@@ -47,6 +48,8 @@ _MOST_STEPS = 8
 """Steps after which the recorder no longer waits for a whole batch."""
 _MOST_BACKWARD = 512
 """Backward passes of one update; a script that runs more would go on forever."""
+_MOST_READS = 500_000
+"""Numbers that one line reads between two steps; a loop that waits for a number to change would go on forever."""
 _MOST_LINES = 5
 
 
@@ -82,6 +85,8 @@ class ScriptRecorder:
         self._region = region_of(self._policy)
         self._num_backward = 0
         """Backward passes since the last update."""
+        self._reads = Counter[str]()
+        """How often each line has read a number since the last step."""
         self._on_host = False
         """Whether a loader is preparing a batch, which is the host's work."""
         self._open = ExitStack()
@@ -128,7 +133,9 @@ class ScriptRecorder:
                     patch.object(nn.Module, "__call__", call),
                     patch.object(nn.Module, "_apply", _converted),
                     patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
-                    placeholder_numbers(self._note_line, some_are_real=request.numbers_first),
+                    placeholder_numbers(
+                        self._note_line, some_are_real=request.numbers_first, whole=request.whole_number
+                    ),
                     self.batches.watching(),
                     without_own_amp(),
                     gpu_on_cpu(self._gpu_queries, gpu_present=request.gpu_present, moved=self._moved),
@@ -301,6 +308,7 @@ class ScriptRecorder:
             for model in self._models:
                 free_gradients(masters, model)
         self.recorder.label(optimizer_state(optimizer), "optimizer")
+        self._reads.clear()
         self.recorder.stop()
         self.num_events = len(self.tape.events)
         if self._is_last():
@@ -324,8 +332,16 @@ class ScriptRecorder:
 
     def _note_line(self) -> None:
         frame = reading_frame()
-        if frame is not None and frame.f_code.co_filename == self._request.script:
-            self._note(_line_of(frame), self.read_at)
+        if frame is None:
+            return
+        line = _line_of(frame)
+        self._reads[line] += 1
+        if self._reads[line] > _MOST_READS:
+            raise UnknownSize(
+                f"{line} reads numbers without end: let its loop end after a fixed number of rounds as well"
+            )
+        if frame.f_code.co_filename == self._request.script:
+            self._note(line, self.read_at)
 
     @staticmethod
     def _note(line: str, lines: list[str]) -> None:
@@ -422,67 +438,3 @@ def without_compilation(on_skip: Callable[[str], None]) -> Iterator[None]:
 
 def _compiled(model: Any = None, **settings: Any) -> Any:
     return (lambda function: function) if model is None else model
-
-
-# A condition is assumed to select all rows, and values are assumed to be all different. So memory is an upper bound and throughput
-# a lower bound; the record says so, and names the lines. Counts of whole numbers have their ``minlength``.
-
-aten: Any = torch.ops.aten
-
-
-@contextmanager
-def largest_sizes(on_use: Callable[[], None]) -> Iterator[None]:
-    """Let such operations return results of the largest size for the block; ``on_use`` is called for each."""
-
-    def noted(sized: Callable[..., Any]) -> Callable[..., Any]:
-        def implementation(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-            on_use()
-            with mode:
-                return sized(*args, **kwargs)
-
-        return implementation
-
-    known: dict[Any, Callable[..., Any]] = {
-        aten.nonzero.default: _nonzero,
-        aten.masked_select.default: _masked_select,
-        aten._unique2.default: _unique,
-        aten.unique_consecutive.default: _unique_consecutive,
-        aten.bincount.default: _bincount,
-    }
-    with patch.dict(fake_impls.op_implementations_dict, {op: noted(sized) for op, sized in known.items()}):
-        yield
-
-
-def _nonzero(condition: Tensor) -> Tensor:
-    return condition.new_empty((condition.numel(), condition.dim()), dtype=torch.int64)
-
-
-def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
-    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
-
-
-def _unique(
-    values: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
-
-
-def _unique_consecutive(
-    values: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    if dim is None:
-        return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
-    numbers = values.new_empty(values.shape[dim], dtype=torch.int64)
-    return torch.empty_like(values), numbers, torch.empty_like(numbers)
-
-
-def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    if minlength == 0:
-        raise DynamicOutputShapeException(aten.bincount.default)
-    return (values if weights is None else weights).new_empty(minlength)
-
-
-def _all_different(values: Tensor, *, return_inverse: bool, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    inverse = values.new_empty(values.shape if return_inverse else 0, dtype=torch.int64)
-    counts = values.new_empty(values.numel() if return_counts else 0, dtype=torch.int64)
-    return values.new_empty(values.numel()), inverse, counts

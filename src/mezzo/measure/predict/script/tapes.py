@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mezzo.children.fork_server import Starter, child_command
 from mezzo.children.script_text import Kind
@@ -43,6 +43,7 @@ ONLY_PROCESS: Mapping[str, str] = {
 """The environment variables that a launcher sets for the only process of a job."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter_of_tapes", default=None)
 _TAIL = 4
+_DIVIDED = "ZeroDivisionError"
 _MOST_DOUBLE = 0.01
 
 
@@ -64,6 +65,8 @@ class TapeRequest:
     """The numbers in ``file`` that become ``batch``, in the form of ``BatchSource.numbers``."""
     numbers_first: bool = False
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
+    whole_number: int = 0
+    """What the script gets when it reads a whole number."""
     gpu_present: bool = True
     """Whether the script sees a simulated GPU; otherwise it sees what this machine has."""
     on_cpu: bool = False
@@ -103,6 +106,10 @@ class ScriptTape:
     """Whether it ended itself with an exit code."""
     numbers_first: bool = False
     """Whether it had numbers until it built its first module."""
+    sized_by: str = ""
+    """The error by which a script had to have numbers first; empty if the reason was that its data are too slow without."""
+    whole_number: int = 0
+    """What it got when it read a whole number."""
     slow_data: bool = False
     """Whether it was stopped because preparing its data without numbers takes too long."""
     needs_numbers: bool = False
@@ -122,6 +129,11 @@ class ScriptTape:
     """What that loader delivers on this machine, if it was timed."""
     fails_with_gpu: str = ""
     """Why it failed with the simulated GPU; it was then traced with what this machine has."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a request with which the script runs as this one did."""
+        return {name: getattr(self, name) for name in ("numbers_first", "whole_number", "launched")}
 
 
 @contextmanager
@@ -145,8 +157,9 @@ def _environment() -> dict[str, str]:
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
-    A script that needs a launcher's variables gets them for the only process of a job. A script that fails because it sees the simulated
-    GPU runs again without it. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
+    A script that needs a launcher's variables gets them for the only process of a job. One that divides by a whole number that it read gets
+    1 for each. One whose sizes depend on numbers that it prepares before its first module has them. A script that fails because it sees the
+    simulated GPU runs again without it. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
 
     Args:
         requests: what to record.
@@ -163,11 +176,20 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
     if all(missing_key(one.error) in ONLY_PROCESS for one in found):
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
+
+    why = found[0].error
+    if all(one.needs_numbers and not one.numbers_first for one in found):
+        requests = [replace(request, numbers_first=True) for request in requests]
+        with suppress(ScriptError):  # it does not end in time, or its data do not fit
+            found, output = _recorded(requests, deadline_s)
+            found = [replace(one, sized_by=why, numbers_first=True) for one in found]
+    if all(_DIVIDED in one.error for one in found):
+        again, _ = _recorded([replace(request, whole_number=1) for request in requests], deadline_s)
+        found = [replace(one, sized_by=found[0].sized_by) for one in again] if any(one.tape for one in again) else found
     if not any(one.tape for one in found) and all(one.gpu_queries for one in found):
         again, _ = _recorded([replace(request, gpu_present=False) for request in requests], deadline_s)
         if any(one.tape for one in again):
-            why = found[0].error or "it never trains"
-            found = [replace(one, fails_with_gpu=why) for one in again]
+            found = [replace(one, fails_with_gpu=why or "it never trains") for one in again]
     trains = any(one.tape for request, one in zip(requests, found, strict=True) if request.policy == FP32.name)
     for request, one in zip(requests, found, strict=True):
         if one.error and not trains:
@@ -276,13 +298,17 @@ def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptE
     if one.needs_numbers:
         return ScriptError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
-            hint="pass the size where the function accepts one, such as output_size= of repeat_interleave or num_classes= of one_hot, "
-            "or predict the model by name with --model",
+            hint="change that line in a copy of the script, or predict the model by name with --model",
         )
     if is_of_sparse_tensor(one.error):
         return ScriptError(
-            f"{request.script} cannot be predicted: its gradients are sparse, and their size depends on numbers ({one.error})",
-            hint="trace it with sparse=False in its nn.Embedding, which gives an upper bound, or measure it with mezzo run",
+            f"{request.script} cannot be predicted: it computes with sparse tensors, whose size depends on numbers ({one.error})",
+            hint="trace a copy with dense tensors (sparse=False in its nn.Embedding), an upper bound, or measure it with mezzo run",
+        )
+    if _DIVIDED in one.error:
+        return ScriptError(
+            f"{request.script} cannot be traced without numbers: {one.error}",
+            hint="it divides by a number that it reads, for which it got 0 and then 1: divide tensors instead, or by max(1, …)",
         )
     if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
         return ScriptError(
