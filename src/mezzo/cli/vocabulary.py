@@ -108,6 +108,7 @@ EXAMPLES: Mapping[str, str] = {
     "LIBRARY:NAME": "timm:resnet50",
     "OPTIMIZER": "adamw",
     "PRICE": "2.10",
+    "HOST": "here",
     "KIND": "fsdp",
     "PORT": "8000",
 }
