@@ -10,6 +10,8 @@ from mezzo.errors import ScriptError
 from mezzo.frameworks import IMPORTED_AS, framework_called, framework_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mezzo.launch.patches import Patches
     from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.launch.training import StepLimit
@@ -125,6 +127,13 @@ class WithoutPyTorch:
         """Refuse: only the state of PyTorch scripts can be traced."""
         if request is not None:
             self._refuse("mezzo resume-check")
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of one step, unless the framework has none to show."""
+        raise NotImplementedError
+
+    def end_tape(self) -> None:
+        """Write nothing, unless the framework overrides it."""
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
@@ -76,6 +77,11 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
         shift_keras(seed, patches)
     backend = _backend_of(name, run)
     is_audit = name == "tensorflow" and isinstance(observe, AuditSettings)
+    if run.tape_file is not None:
+        from mezzo.launch.keras.step_tape import StepTape
+
+        run.tape = StepTape(run.tape_file, numbered=name == "tensorflow")
+        run.tape.install(patches)
     run.begin(backend, **{"audit" if is_audit else "observed": observer})
     layers = Layers(run, backend)
     layers.install(patches)
@@ -147,6 +153,15 @@ class KerasTraining(WithoutPyTorch):
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
         self._run.limit = limit
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of one step from now on."""
+        self._run.tape_file = path
+
+    def end_tape(self) -> None:
+        """Write the operations of one step, if they were recorded."""
+        if self._run.tape is not None:
+            self._run.tape.write()
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change nothing; return a function that returns the input of a step, in elements. A change that is wanted is refused."""
