@@ -5,6 +5,7 @@ One step, the second, is counted by ``measure.flops`` and ``measure.memory``, as
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, reaches
+from mezzo.launch.keras.torch_tape import TorchStep
 from mezzo.launch.keras.updates import PolicyScale
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.own_amp import keep_fp32_products
@@ -46,6 +48,8 @@ class TorchBackend(Backend):
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
         self._counted = False
+        self._step: TorchStep | None = None
+        """Records a step for a prediction."""
         self.name = f"torch {torch.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -54,6 +58,9 @@ class TorchBackend(Backend):
         if self._run.observed is not None:
             self._counted = True  # only one dispatch mode at a time: the observer counts
             self._run.observed.install(patches)
+        if self._run.tape is not None:
+            self._counted, self._step = True, TorchStep(self._run)
+            patches.around(keras.Layer, "__call__", self._called)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         patches.around(variable, "_initialize", self._initialize)
         patches.around(torch.autograd, "grad", self._grad)
@@ -63,11 +70,15 @@ class TorchBackend(Backend):
 
     def layer_called(self, inputs: Any) -> None:
         """Keep the size of the first input: a backward pass that follows makes it part of a step's."""
+        if self._step is not None:
+            self._step.inputs(keras.tree.flatten(inputs))
         first = next((x for x in keras.tree.flatten(inputs) if isinstance(x, Tensor)), None)
         self._num_inputs = 0 if first is None else first.numel()
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together."""
+        """Return the norm of all gradients together; NaN where the step's operations are recorded for a prediction."""
+        if self._step is not None:
+            return math.nan
         known = [torch.linalg.vector_norm(_values(g).float()) for g in gradients if g is not None]
         total = torch.linalg.vector_norm(torch.stack(known))
         if scale is None:
@@ -102,12 +113,16 @@ class TorchBackend(Backend):
             self._run.observed.step_made(skipped=skipped, scale=None if scale is None else float(scale))
         if self._count is not None:
             self._end_count()
+        if self._step is not None:
+            self._step.end() if self._step.recording else self._step.begin()
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
         if not self._counted:
             self._begin_count()
 
     def finish(self) -> None:
         """End the count, if one is open."""
+        if self._step is not None:
+            self._step.close()
         if self._count is not None:
             self._count.close()
             self._count = None
@@ -144,6 +159,8 @@ class TorchBackend(Backend):
     ) -> Any:
         """Run a backward pass, which starts from the scale if the script did not scale the loss itself."""
         self._in_backward = True
+        if self._step is not None:
+            self._step.backward_begins()
         try:
             if not self._run.scales or self._run.is_scaled:
                 return engine(tensors, starts, *args, **kwargs)
@@ -158,6 +175,12 @@ class TorchBackend(Backend):
                     hook.remove()
         finally:
             self._divisor, self._in_backward = None, False
+            if self._step is not None:
+                self._step.backward_ended()
+
+    def _called(self, original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._step is not None
+        return self._step.called(layer.name, functools.partial(original, layer, *args, **kwargs))
 
     def _other_leaves(self, losses: list[Tensor]) -> Iterator[Tensor]:
         """Yield the leaves of a graph that are no trained variables, such as a model's input: their gradients are unscaled too.

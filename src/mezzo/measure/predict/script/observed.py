@@ -17,6 +17,8 @@ class ObservedTape:
 
     tapes: Sequence[TrainingTape] = ()
     """At the script's own batch and, if its step can be read at another one, at that."""
+    num_batches: int = 1
+    """Batches of one update."""
     known_batch: bool = False
     no_other_batch: str = ""
     """Why there is no tape at another batch."""
@@ -24,6 +26,8 @@ class ObservedTape:
     channels_last: bool = False
     backward: Literal["observed", "derived"] = "observed"
     """Whether the operations of the backward pass were seen, or follow from those of the forward pass."""
+    has_memory: bool = False
+    """Whether the tapes have the blocks of memory of a step."""
     error: str = ""
     """Why there is no tape."""
     not_counted: Sequence[str] = field(default_factory=tuple)
