@@ -34,10 +34,6 @@ _LIMITED: dict[str, _Limited] = {
     "mezzo diagnose": _Limited("compiled steps hide their values"),
     "mezzo ranges": _Limited("compiled steps hide their values"),
     "mezzo fallback": _Limited("compiled steps hide their values"),
-    "mezzo predict": _Limited(
-        "it traces the steps of torch.optim without numbers",
-        "type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be",
-    ),
     "mezzo tune": _Limited(
         "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
     ),

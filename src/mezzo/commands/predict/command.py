@@ -152,13 +152,21 @@ def predict(
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
+    if job.num_gpus > 1 and traced.framework != "torch":
+        raise UsageError(
+            f"--gpus-per-job {job.num_gpus} predicts PyTorch scripts, whose gradients and layers are known; {target} is none",
+            hint="leave it out: one GPU of the job computes what this prediction says",
+        )
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
     conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
     cases = product(plans, conditions, wanted)
     predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases] + on_cpu
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
-    notes = [*rates_used(predictions), *assumptions(channels_last, own_layout, job, only_options=target is None)]
+    notes = [
+        *rates_used(predictions),
+        *assumptions(channels_last, own_layout, job, only_options=target is None, framework=traced.framework),
+    ]
     record = _record(here, traced, job, predictions, notes, channels_last=channels_last)
     record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
@@ -333,6 +341,11 @@ def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple
     """Return the lines of a batch script that request ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
     from mezzo.records import Note
 
+    needs = (
+        "memory, which is not predicted,"
+        if prediction.no_memory
+        else f"{prediction.device_bytes / 2**30:.1f} GiB of GPU memory"
+    )
     gib = max(16, 8 * math.ceil(num_gpus * (prediction.device_bytes / 2**30 + _SPARE_GIB) / 8))
     kind = (
         gpu.name.split("-")[0] if gpu.name.startswith(("a100", "h100", "h200", "v100")) else gpu.name.replace("-", "_")
@@ -354,7 +367,7 @@ def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple
         Note(
             what="--mem",
             value=f"{gib}G",
-            reason=f"the step's {prediction.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
+            reason=f"the step's {needs} and {_SPARE_GIB} GiB for data{each}, in steps of 8",
         ),
         Note(what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"),
         Note(what="--time", value="not set", reason="Mezzo does not know how many steps you train"),

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results, values
-from mezzo.cli.script import Script, check_supported, keep_input_for
+from mezzo.cli.script import Script, keep_input_for
 from mezzo.cli.values import NONE, names_in
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
+from mezzo.frameworks import framework_of
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.records import Note, RealGpus, RunRecord
+
+
+_PYTORCH = "torch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,7 @@ class Traced:
     """Why other batch sizes do not follow from a script's own; empty if they do."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """The error of a script, by the recorded policy under which it fails."""
+    framework: str = "torch"
 
 
 def of_model(
@@ -208,8 +213,10 @@ def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
 
 def of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> Traced:
     """Return the tapes of a script."""
-    check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
+    framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != _PYTORCH:
+        return _of_other_framework(target, arguments, policies, batch, as_module, framework=framework)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     with stoppable() as stop, stop.at_once(), tracing(target, as_module=as_module):
         from mezzo.measure.predict import plan  # these import torch, as the other process does at the same time
@@ -223,6 +230,27 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     return Traced(name=target, size="the script's own inputs", **vars(script_tapes))
 
 
+def _of_other_framework(
+    target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool, *, framework: str
+) -> Traced:
+    """Return the tapes of a Keras or Paddle script, which one real step in each of two formats shows."""
+    from mezzo.commands.predict.observed import check_policy, observed_plan
+    from mezzo.measure.predict.plan import failure, to_record
+    from mezzo.policy import Policy
+
+    for policy in policies:
+        check_policy(framework, Policy.parse(policy))
+    recorded = to_record(policies)
+    results.note(
+        f"running {target} for two steps, {'twice' if len(recorded) > 1 else 'once'}, to see the operations of a step"
+    )
+    plan = observed_plan(target, arguments, recorded, batch=batch, as_module=as_module)
+    failures = [failure(policy, plan.refused) for policy in policies]
+    if all(failures):
+        raise ScriptError(f"{target} {failures[0]}", hint="predict it in FP32: --policies fp32,tf32")
+    return Traced(name=target, size="the script's own inputs", framework=framework, **vars(plan))
+
+
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     """Let all traces of a script inside share their imports, which begin now."""
     from mezzo.measure.predict.script.tapes import shared_imports
@@ -230,7 +258,9 @@ def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
     return shared_imports(target, kind="module" if as_module else "script")
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Note]:
+def assumptions(
+    channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool, framework: str = _PYTORCH
+) -> list[Note]:
     """Return what every prediction assumes.
 
     Args:
@@ -238,6 +268,7 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
         own_layout: whether the traced script or model stores images channels-last; None if it has no images.
         job: how many GPUs train together.
         only_options: whether only the options decide the layout.
+        framework: the framework of the script.
     """
     from mezzo.measure.predict.tape_memory import DRIVER_BYTES
     from mezzo.records import Note
@@ -246,14 +277,22 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, 
     faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
     why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
     layout = Note(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
-    return [
+    by_default = {
+        _PYTORCH: "torch's default is convolutions in TF32 and matrix products in FP32, which is between the two"
+    }
+    common = [
         *([] if own_layout is None else [layout]),
         Note(
             what="fp32 and tf32",
             value="all products in one of them",
-            reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
+            reason=by_default.get(framework, "the framework's default is TF32 on a GPU that has it"),
         ),
         Note(what="input pipeline", value="keeps up", reason="its time is not predicted"),
+    ]
+    if framework != _PYTORCH:
+        return common
+    return [
+        *common,
         Note(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
@@ -320,23 +359,31 @@ def predicted_for(
     if not trained or gpus == [] or (gpus is None and measured):
         return None
     library = trained[0].library
-    from mezzo.records import RealGpus
 
-    if library != "torch":
-        listed = [gpu.name for gpu in gpus or []]
-        return RealGpus(gpus=listed, reason=f"trainings in {library} are not predicted")
     cards = gpus or [GPUS[name] for name in _USUAL]
-    say(
-        f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"
+    how = (
+        "tracing the script without computing its numbers"
+        if library == _PYTORCH
+        else "from the operations of one real step"
     )
+    say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: {how}")
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
+    settings: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s}
+    if library != _PYTORCH:
+        from mezzo.commands.predict.observed import observed_plan
+        from mezzo.measure.predict.script.plan import real_gpus
+
+        with stoppable() as stop, suppress(Stopped):
+            predicted = real_gpus(script.target, arguments, policies, cards, plan_of=observed_plan, **settings)
+            return None if stop.stopped else predicted.model_copy(update={"observed": True})
+        return None
     with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
         from mezzo.measure.predict.script.plan import (
             real_gpus,
         )  # imports torch, as the other process does at the same time
 
-        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        predicted = real_gpus(script.target, arguments, policies, cards, **settings)
         return None if stop.stopped else predicted
     return None
 

@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph
 
 from mezzo.formats import FORMAT_NAMES, STORED_BYTES
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.step_tape import StepTape, Untraceable, product_size
-from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode
+from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, words
 from mezzo.measure.predict.tape import ProductSize, TapePhase
 
-_ALIASES = frozenset(
-    "BroadcastTo CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot Squeeze StopGradient "
-    "Transpose Bitcast ReadVariableOp".split()
+_ALIASES = words(
+    "BroadcastTo CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot "
+    "Squeeze StopGradient Transpose Bitcast ReadVariableOp"
 )
 """Operations that move nothing: views, and copies that TensorFlow leaves out."""
-_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
+_VIEWS = words("Slice StridedSlice Split SplitV Unpack")
 """Operations whose results are parts of what they read."""
-_HOST = frozenset("Shape ShapeN Size Rank BroadcastGradientArgs Const Placeholder VarHandleOp NoOp IteratorGetNext Assert".split())
+_HOST = words("Shape ShapeN Size Rank BroadcastGradientArgs Const Placeholder VarHandleOp NoOp IteratorGetNext Assert")
 """Operations that compute nothing on a GPU."""
-_KERNELS = frozenset(
-    "ConcatV2 GatherV2 GatherNd ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum MaxPool MaxPoolGrad MaxPool3D "
-    "MaxPool3DGrad AvgPool AvgPoolGrad AvgPool3D AvgPool3DGrad Pad PadV2 MirrorPad TopKV2 Cumsum Unique UniqueV2 StridedSliceGrad "
-    "SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits FusedBatchNormV3 FusedBatchNormGradV3 ResizeBilinear "
-    "ResizeNearestNeighbor ResizeBilinearGrad ResizeNearestNeighborGrad Pack".split()
+_KERNELS = words(
+    "ConcatV2 GatherV2 GatherNd ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum MaxPool "
+    "MaxPoolGrad MaxPool3D MaxPool3DGrad AvgPool AvgPoolGrad AvgPool3D AvgPool3DGrad Pad PadV2 MirrorPad "
+    "TopKV2 Cumsum Unique UniqueV2 StridedSliceGrad SparseSoftmaxCrossEntropyWithLogits "
+    "SoftmaxCrossEntropyWithLogits FusedBatchNormV3 FusedBatchNormGradV3 ResizeBilinear ResizeNearestNeighbor "
+    "ResizeBilinearGrad ResizeNearestNeighborGrad Pack"
 )
 """Operations that no other is fused with."""
 _READS_WHAT_IT_WRITES = frozenset(("GatherV2", "GatherNd"))
@@ -141,7 +141,9 @@ class _Walk:
         inputs = [number for t in op.inputs if (number := known.get(t.name)) is not None]
         of_variable = op.name in rewritten.variables and op.name not in rewritten.gathered
         if op.type in _HOST and not of_variable and op.name not in rewritten.gathered:
-            known |= {t.name: self._constant(t) if op.type in ("Const", "IteratorGetNext") else None for t in op.outputs}
+            known |= {
+                t.name: self._constant(t) if op.type in ("Const", "IteratorGetNext") else None for t in op.outputs
+            }
             return
         if op.type in _ALIASES or (op.type == "Tile" and _elements(op.outputs[0]) > _elements(op.inputs[0])):
             for t, source in zip(op.outputs, op.inputs, strict=False):
@@ -203,7 +205,7 @@ _FEW = 16
 
 def _become_identity(node: Any, value: str) -> None:
     dtype = node.attr["dtype"].type
-    graphs.replace(node, "Identity")
+    graphs.turn_into(node, "Identity")
     node.input.append(value)
     node.attr["T"].type = dtype
 
@@ -312,7 +314,9 @@ def of_input(forward: ProductSize, x: Sizes) -> ProductSize:
     """Return the size of the gradient of a convolution's input of shape ``x``."""
     channels = forward.products * forward.depth // forward.window
     rows = math.prod(x) // channels
-    return ProductSize(forward.products, rows, channels // forward.products, forward.columns * forward.window, forward.window)
+    return ProductSize(
+        forward.products, rows, channels // forward.products, forward.columns * forward.window, forward.window
+    )
 
 
 def _weight_gradient(depthwise: bool) -> Callable[[Sizes, Sizes, Any], Measured]:

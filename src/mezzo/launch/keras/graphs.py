@@ -118,12 +118,12 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
     for node in nodes:
         if node.op in _READS and _TRACED_SHAPES in node.attr:
             shape, dtype = node.attr[_TRACED_SHAPES].list.shape[0], node.attr["dtype"].type
-            replace(node, "Placeholder")
+            turn_into(node, "Placeholder")
             variables.add(node.name)
             node.attr["shape"].shape.CopyFrom(shape)
             node.attr["dtype"].type = dtype
         elif node.op.startswith(_WRITES):
-            replace(node, "NoOp")
+            turn_into(node, "NoOp")
         for name in (_TRACED_SHAPES, "_class"):  # the second refers to the device of a node that may be gone
             node.attr.pop(name, None)
         attribute = _SHAPE_ATTRIBUTES.get(node.op)
@@ -135,7 +135,7 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
                 shape.dim[0].size = batch
 
 
-def replace(node: Any, op: str) -> None:
+def turn_into(node: Any, op: str) -> None:
     node.op = op
     del node.input[:]
     node.attr.clear()

@@ -14,23 +14,24 @@ from jax.interpreters import partial_eval
 
 from mezzo.formats import FORMAT_NAMES, STORED_BYTES
 from mezzo.launch.keras.step_tape import StepTape, Untraceable, product_size
-from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode
+from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, words
 from mezzo.measure.predict.tape import ProductSize
 
-_ALIASES = frozenset(
-    "reshape squeeze expand_dims transpose broadcast_in_dim copy copy_p stop_gradient rev random_wrap random_unwrap "
-    "optimization_barrier bitcast_convert_type sharding_constraint reduce_precision mesh_cast".split()
+_ALIASES = words(
+    "reshape squeeze expand_dims transpose broadcast_in_dim copy copy_p stop_gradient rev random_wrap "
+    "random_unwrap optimization_barrier bitcast_convert_type sharding_constraint reduce_precision mesh_cast"
 )
 """Primitives that move nothing: views, and copies that XLA leaves out."""
-_VIEWS = frozenset("slice dynamic_slice split unstack".split())
-_KERNELS = frozenset(
-    "gather scatter scatter_add scatter_mul scatter_min scatter_max dynamic_update_slice concatenate pad reduce_window reduce_window_max "
-    "reduce_window_min reduce_window_sum select_and_scatter_add select_and_gather_add select_and_scatter sort top_k approx_top_k "
-    "cumsum cumprod cummax cummin cumlogsumexp custom_call ffi_call triangular_solve cholesky fft".split()
+_VIEWS = words("slice dynamic_slice split unstack")
+_KERNELS = words(
+    "gather scatter scatter_add scatter_mul scatter_min scatter_max dynamic_update_slice concatenate pad "
+    "reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add "
+    "select_and_gather_add select_and_scatter sort top_k approx_top_k cumsum cumprod cummax cummin "
+    "cumlogsumexp custom_call ffi_call triangular_solve cholesky fft"
 )
 """Primitives that no other is fused with."""
-_RANDOM = frozenset("random_bits random_seed random_fold_in random_split threefry2x32 rng_uniform rng_bit_generator".split())
-_NOTHING = frozenset("iota debug_callback io_callback pure_callback".split())
+_RANDOM = words("random_bits random_seed random_fold_in random_split threefry2x32 rng_uniform rng_bit_generator")
+_NOTHING = words("iota debug_callback io_callback pure_callback")
 _WRAPPERS = re.compile(r"\w+\(|\)")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
@@ -101,7 +102,9 @@ class _Walk:
         before = sum(node.flops for node in self._found.nodes)
         self.through(body, inside, path=path, times=times * (equation.params["length"] if name == "scan" else 1))
         if name == "while" and sum(node.flops for node in self._found.nodes) > before:
-            raise Untraceable("the step computes products in a loop whose number of iterations is not known: use keras.ops.scan")
+            raise Untraceable(
+                "the step computes products in a loop whose number of iterations is not known: use keras.ops.scan"
+            )
         returned = [None if hasattr(variable, "val") else inside.get(variable) for variable in body.outvars]
         known |= dict(zip(equation.outvars, returned, strict=False))
         if name == "scan":

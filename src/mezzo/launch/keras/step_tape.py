@@ -21,6 +21,7 @@ from mezzo.measure.predict.tape import ProductSize, TrainingTape
 
 _NUMBERED = re.compile(r"_\d+$")
 """The suffix by which TensorFlow tells scopes of the same name apart."""
+_NO_MEMORY = "the compiler plans a step's buffers when it runs on the GPU, and the graph of the step does not show them"
 _BY_BATCH = ("BatchNormalization",)
 
 
@@ -90,7 +91,9 @@ class StepTape:
 
     # --- the tape ------------------------------------------------------------------------------------------------------------------------
 
-    def record(self, graph_at: Callable[[int | None], StepGraph], *, batch: int | None, optimizer: Callable[[], str]) -> None:
+    def record(
+        self, graph_at: Callable[[int | None], StepGraph], *, batch: int | None, optimizer: Callable[[], str]
+    ) -> None:
         """Record the step of ``graph_at``, which returns its graph at a batch size.
 
         Args:
@@ -120,7 +123,8 @@ class StepTape:
             no_other_batch="" if len(tapes) > 1 else why,
             optimizer=optimizer(),
             channels_last=images,
-            backward="observed",
+            no_memory=_NO_MEMORY,
+            fuses=True,
         )
 
     def refuse(self, why: str) -> None:
@@ -132,7 +136,9 @@ class StepTape:
         self.observed.write(self._path)
 
 
-def product_size(shared: Iterable[int], rows: Iterable[int], columns: Iterable[int], depth: Iterable[int]) -> tuple[str, ProductSize]:
+def product_size(
+    shared: Iterable[int], rows: Iterable[int], columns: Iterable[int], depth: Iterable[int]
+) -> tuple[str, ProductSize]:
     """Return the name and size of a product of tensors, by the sizes of its dimensions of each kind."""
     found = ProductSize(math.prod(shared), math.prod(rows), math.prod(columns), math.prod(depth))
     return ("bmm" if found.products > 1 else "mm"), found

@@ -95,7 +95,6 @@ class TorchStep:
             no_other_batch="one real step has shown its own batch only",
             optimizer=self._run.optimizer_name,
             channels_last=any(map(_is_channels_last, _values(self._run.variables.values()))),
-            has_memory=True,
         )
 
     def close(self) -> None:

@@ -32,22 +32,23 @@ from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation
 from mezzo.launch.patches import Patches
 from mezzo.measure.predict.script.observed import ObservedTape
-from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase, TrainingTape
+from mezzo.measure.predict.step_graph import words
+from mezzo.measure.predict.tape import NO_SHAPE, CostedOperation, ProductSize, TapePhase, TrainingTape
 from mezzo.observe.settings import StopScript
 
-_VIEWS = frozenset(
-    "reshape transpose squeeze unsqueeze flatten view view_shape view_dtype detach expand expand_as shape shape64 getitem slice "
-    "strided_slice split split_with_num chunk unbind unstack as_strided t numel is_empty full_int_array data".split()
+_VIEWS = words(
+    "reshape transpose squeeze unsqueeze flatten view view_shape view_dtype detach expand expand_as shape "
+    "shape64 getitem slice strided_slice split split_with_num chunk unbind unstack as_strided t numel is_empty "
+    "full_int_array data"
 )
 """Operations that move nothing."""
-_PARTS = frozenset("getitem slice strided_slice split split_with_num chunk unbind unstack expand expand_as".split())
+_PARTS = words("getitem slice strided_slice split split_with_num chunk unbind unstack expand expand_as")
 """Views of a part, or of repetitions: their backward pass writes the whole gradient."""
-_FROM_GRADIENT = frozenset("add subtract scale mean mean_all sum cast concat stack pad pad3d flip roll assign add_n tile".split())
+_FROM_GRADIENT = words("add subtract scale mean mean_all sum cast concat stack pad pad3d flip roll assign add_n tile")
 """Operations whose backward pass reads the gradient alone."""
-_FROM_RESULT = frozenset("relu sigmoid tanh softmax log_softmax exp sqrt rsqrt relu6 hardsigmoid".split())
+_FROM_RESULT = words("relu sigmoid tanh softmax log_softmax exp sqrt rsqrt relu6 hardsigmoid")
 """Operations whose backward pass reads the result, and no operand."""
 _NORMS = {"batch_norm": "native_batch_norm", "sync_batch_norm_": "native_batch_norm"}
-_OWN_NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "instance_norm"))
 _TRANSPOSED = frozenset(("conv2d_transpose", "depthwise_conv2d_transpose", "conv3d_transpose"))
 _UNKNOWN = {"rnn": "a recurrent layer is one operation of Paddle, whose kernels are not known"}
 _WIDTHS = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -154,6 +155,7 @@ class StepTape(RunListener):
             optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._run.optimizers)),
             channels_last=self._channels_last,
             backward="derived",
+            no_memory="Paddle's allocator, and what its kernels in C++ keep, are not simulated",
         )
         raise StopScript
 
@@ -164,7 +166,11 @@ class StepTape(RunListener):
         """Record an operation that has run."""
         if operation.name in _UNKNOWN and self._observed.error.startswith("it ended"):
             self._observed = ObservedTape(error=_UNKNOWN[operation.name])
-        name = operation.name if operation.name.startswith(("adam", "sgd", "momentum", "lamb")) else operation.name.rstrip("_")
+        name = (
+            operation.name
+            if operation.name.startswith(("adam", "sgd", "momentum", "lamb"))
+            else operation.name.rstrip("_")
+        )
         trains = any(not t.stop_gradient for t in operation.results) and paddle.is_grad_enabled()
         if trains and self._phase == "optimizer" and operation.layer is not None:
             self._phase = "forward"  # of the next batch of the same update
@@ -178,7 +184,7 @@ class StepTape(RunListener):
         results = [self._written(t, out, trains=trains) for t in operation.results]
         if name in _VIEWS:
             if self._phase == "forward" and trains:
-                self._pending.append(_Forward(name, "", operands, results, ProductSize(), 0))
+                self._pending.append(_Forward(name, "", operands, results, NO_SHAPE, 0))
             return
         self._add_forward(operation, name, operands, results, trains=trains)
 
@@ -189,7 +195,7 @@ class StepTape(RunListener):
         for t in operands:
             if t.source != t.format:
                 self._cast(t, module, back=False)
-        flops, sizes = 0, ProductSize()
+        flops, sizes = 0, NO_SHAPE
         if is_product(name):
             flops = flops_of(operation.name, operation.result, operation.args, operation.kwargs)
             sizes = _sizes(name, operation, operands, results)
@@ -214,7 +220,7 @@ class StepTape(RunListener):
         flops: int,
         read: int,
         written: int,
-        sizes: ProductSize = ProductSize(),
+        sizes: ProductSize = NO_SHAPE,
     ) -> None:
         if not flops and read + written <= _OPTIMIZERS_KEEP:
             return
@@ -317,7 +323,10 @@ class StepTape(RunListener):
         elif name == "embedding":
             kept = sum(t.size_bytes for t in one.operands if not t.format)
         elif name == "cross_entropy_with_softmax":  # the softmax is its first result, the loss its second
-            kept, gradient = one.results[0].size_bytes + operands - one.operands[0].size_bytes, one.results[-1].size_bytes
+            kept, gradient = (
+                one.results[0].size_bytes + operands - one.operands[0].size_bytes,
+                one.results[-1].size_bytes,
+            )
         elif name == "pool2d":
             kept = operands + one.results[0].size_bytes
         shown = f"{_NORMS[name]}_backward" if name in _NORMS else f"{name}_grad"
@@ -406,7 +415,9 @@ def _contracted(equation: str, operands: Sequence[_Tensor]) -> ProductSize:
     names = terms.split(",")
     if len(names) != 2 or "." in terms:
         return ProductSize(1, operands[0].elements, 1, 1)
-    size = {label: n for labels, t in zip(names, operands, strict=False) for label, n in zip(labels, t.shape, strict=False)}
+    size = {
+        label: n for labels, t in zip(names, operands, strict=False) for label, n in zip(labels, t.shape, strict=False)
+    }
     left, right = set(names[0]), set(names[1])
 
     def product(labels: Iterable[str]) -> int:

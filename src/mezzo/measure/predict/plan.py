@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class Tapes:
     second: TrainingTape | None
     num_batches: int = 1
     """Batches that one update accumulates."""
+    no_memory: str = ""
+    """Why the tapes show no memory; empty if they do."""
     _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
     largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """The largest batch by memory, workspace, matrix formats and job: GPUs and policies with equal values share it."""
@@ -124,9 +127,9 @@ def predict(
     has_tf32 = gpu.tf32_flops_per_s is not None
     over_tf32 = conditions.step(fp32_tape, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
-    memory = _unlimited(policy_tapes, batch, conditions, policy)
+    memory = None if policy_tapes.no_memory else _unlimited(policy_tapes, batch, conditions, policy)
     rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
-    largest = _largest_batch(policy_tapes, conditions, policy)
+    largest = None if memory is None else _largest_batch(policy_tapes, conditions, policy)
     low, high = conditions.band
     largest_throughput, sentence = None, ""
     if largest:
@@ -134,7 +137,8 @@ def predict(
             policy_tapes.at(largest), policy, num_batches=policy_tapes.num_batches
         )
     if not is_fp32:
-        share = memory.reserved_bytes / _unlimited(tapes["fp32"], batch, conditions, "fp32").reserved_bytes
+        in_fp32 = None if memory is None else _unlimited(tapes["fp32"], batch, conditions, "fp32")
+        share = None if memory is None or in_fp32 is None else memory.reserved_bytes / in_fp32.reserved_bytes
         over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
         sentence = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
     return Prediction(
@@ -152,17 +156,27 @@ def predict(
         throughput_high=rate * high,
         bounds=step.bounds(),
         modules=module_shares(step.tape, step.operation_s, step.kinds()),
-        allocated_bytes=memory.allocated_bytes,
-        reserved_bytes=memory.reserved_bytes,
-        device_bytes=memory.reserved_bytes + DRIVER_BYTES,
-        memory_bytes=memory.by_kind_bytes,
-        fits=_fits(policy_tapes, batch, conditions, policy, headroom=0.0),
+        **_of_memory(memory),
+        no_memory=policy_tapes.no_memory,
+        fits=None if memory is None else _fits(policy_tapes, batch, conditions, policy, headroom=0.0),
         largest_batch=largest,
         largest_throughput=largest_throughput,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
         verdict=sentence,
     )
+
+
+def _of_memory(memory: PredictedMemory | None) -> dict[str, Any]:
+    """Return the fields of a prediction's memory; empty if it is not known."""
+    if memory is None:
+        return {}
+    return {
+        "allocated_bytes": memory.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "device_bytes": memory.reserved_bytes + DRIVER_BYTES,
+        "memory_bytes": memory.by_kind_bytes,
+    }
 
 
 def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> Prediction:
@@ -210,23 +224,29 @@ def failure(policy: str, refused: Mapping[str, str]) -> str:
 
 
 def verdict(
-    policy: str, over_fp32: float, over_tf32: float | None, memory_share: float, *, over_bf16: float | None = None
+    policy: str,
+    over_fp32: float,
+    over_tf32: float | None,
+    memory_share: float | None,
+    *,
+    over_bf16: float | None = None,
 ) -> str:
     """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
     if over_bf16 is not None:
         word = "Worth it" if over_bf16 >= _WORTH else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
-        return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
+        same = "" if memory_share is None else ", with BF16's memory"
+        return f"{word}: {over_bf16:.2f} times BF16's speed{same}."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
             return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
         return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
     against, gain = ("FP32", over_fp32) if over_tf32 is None or policy == "tf32" else ("TF32", over_tf32)
-    memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
+    memory = "" if policy == "tf32" or memory_share is None else f", with {memory_share:.0%} of FP32's memory"
     if gain >= _WORTH:
         return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
     if gain >= _EVEN:
         return f"Perhaps: {gain:.2f} times {against}'s speed is within the error of the prediction{memory}."
-    if memory_share < 0.9 and policy != "tf32":
+    if memory_share is not None and memory_share < 0.9 and policy != "tf32":
         return f"Not for speed ({gain:.2f} times {against}'s), but for memory: {memory_share:.0%} of FP32's."
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mezzo.measure.predict.tape import CostedOperation, ProductSize, TapePhase
+from mezzo.measure.predict.tape import NO_SHAPE, CostedOperation, ProductSize, TapePhase
 
 NodeKind = Literal["product", "kernel", "fused", "view"]
 """``kernel`` is a kernel of its own without products; ``fused`` joins its neighbours in the same layer and pass."""
@@ -26,6 +26,11 @@ _SMALL = 8
 """A value is kept, not computed again, if it is this many times as small as what it is computed from."""
 _BIAS = frozenset({"add", "AddV2", "BiasAdd", "Add"})
 _CASTS = frozenset({"convert_element_type", "Cast"})
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class StepNode:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int = 0
-    shape: ProductSize = ProductSize()
+    shape: ProductSize = NO_SHAPE
     read_bytes: int | None = None
     """What a kernel reads, if that is not all of its inputs."""
     times: int = 1
@@ -304,7 +309,7 @@ class _Kernels:
         read, written = self._from_memory(members), self._written(members)
         form = self._format(read or written)
         name = "_".join(dict.fromkeys(self._nodes[number].name for number in members))[:_NAME]
-        shape = ProductSize()
+        shape = NO_SHAPE
         channels = self._channels.get(first.scope, 0)
         elements = max((self._values[value].elements for value in read), default=0)
         if channels and first.phase != "optimizer" and elements > channels:

@@ -48,7 +48,7 @@ class ProductSize(NamedTuple):
     window: int = 0
 
 
-_NO_SHAPE = ProductSize()
+NO_SHAPE = ProductSize()
 _MOST_OMITTED = 2
 """Samples that a linear size may leave out: differences of neighbours leave out one, and rounded halves up to two."""
 
@@ -66,7 +66,7 @@ class CostedOperation:
     """FLOPs of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
-    shape: ProductSize = _NO_SHAPE
+    shape: ProductSize = NO_SHAPE
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,12 +26,12 @@ class ObservedTape:
     channels_last: bool = False
     backward: Literal["observed", "derived"] = "observed"
     """Whether the operations of the backward pass were seen, or follow from those of the forward pass."""
-    has_memory: bool = False
-    """Whether the tapes have the blocks of memory of a step."""
+    no_memory: str = ""
+    """Why the tapes have no blocks of memory; empty if they have."""
+    fuses: bool = False
+    """Whether the framework compiles the step, so that its kernels are more than one operation."""
     error: str = ""
     """Why there is no tape."""
-    not_counted: Sequence[str] = field(default_factory=tuple)
-    """Operations whose cost is not known."""
 
     def write(self, path: Path) -> None:
         """Write it to a file."""

@@ -9,7 +9,7 @@ import ast
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mezzo.measure.predict.placeholder_numbers import numbers_read
 from mezzo.measure.predict.plan import Tapes, predict, to_record
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
+from mezzo.measure.predict.script.observed import other_size
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
@@ -108,7 +109,7 @@ def script_plan(
     size = batch_in_arguments or known.batch
     other_tapes, why = list[ScriptTape](), "they were not requested"
     if scaled or batch not in (None, size):
-        other_tapes, why = _tapes_at_other_size(requests, known, batch_in_arguments, arguments, deadline_s=deadline_s)
+        other_tapes, why = _tapes_atother_size(requests, known, batch_in_arguments, arguments, deadline_s=deadline_s)
     tapes: dict[str, Tapes] = {}
     partners: Sequence[ScriptTape | None] = other_tapes or [None] * len(requests)
     for request, found, other in zip(requests, script_tapes, partners, strict=True):
@@ -138,7 +139,7 @@ def script_plan(
     )
 
 
-def _tapes_at_other_size(
+def _tapes_atother_size(
     requests: Sequence[TapeRequest],
     known: ScriptTape,
     batch_in_arguments: int | None,
@@ -150,7 +151,7 @@ def _tapes_at_other_size(
     size = batch_in_arguments or known.batch
     if size is None:
         return [], "the sizes of its batches differ within a step"
-    other = _other_size(size)
+    other = other_size(size)
     if batch_in_arguments is None and not known.from_loader:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     changes: dict[str, Any] = {"own_batch": size, "batch": other}
@@ -167,11 +168,6 @@ def _tapes_at_other_size(
     elif tapes[0].batch != other:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     return tapes, ""
-
-
-def _other_size(size: int) -> int:
-    """Return half of a batch size; twice the size where half would be one sample, whose tensors need fewer copies."""
-    return size // 2 if size > 3 else 2 * size
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
@@ -312,7 +308,7 @@ def _assumptions(
     add("batch", f"{size} samples{many}", origin)
     if not no_other:
         where = f"set by {size_at}; " if size_at else ""
-        sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
+        sizes = " to ".join(map(str, sorted((size, other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
             how += "; tensors that compare samples with each other grow with its square"
@@ -458,6 +454,7 @@ def real_gpus(
     *,
     as_module: bool = False,
     limit_s: float | None = None,
+    plan_of: Callable[..., ScriptPlan] | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; never raises.
 
@@ -468,6 +465,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
+        plan_of: returns the tapes, in place of ``script_plan``: those of another framework than PyTorch.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [
@@ -483,7 +481,9 @@ def real_gpus(
     if not wanted:
         return nothing
     try:
-        plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s)
+        plan = (plan_of or script_plan)(
+            script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s
+        )
         found = [
             predict(
                 plan.tapes,
