@@ -16,7 +16,7 @@ from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, word
 from mezzo.measure.predict.tape import ProductSize, TapePhase
 
 _ALIASES = words(
-    "BroadcastTo CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot "
+    "CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot "
     "Squeeze StopGradient Transpose Bitcast ReadVariableOp"
 )
 """Operations that move nothing: views, and copies that TensorFlow leaves out."""
@@ -36,6 +36,7 @@ _READS_WHAT_IT_WRITES = frozenset(("GatherV2", "GatherNd"))
 _NAMES = {"FusedBatchNormV3": "native_batch_norm", "FusedBatchNormGradV3": "native_batch_norm_backward"}
 _ASSIGNED_AT = {"Assign": 1, "ResourceScatter": 2}
 _OVERWRITES = frozenset(("AssignVariableOp", "ResourceScatterUpdate"))
+_REPEATS = frozenset(("Tile", "BroadcastTo"))
 _BACKWARD = graphs.BACKWARD.rstrip("/")
 _LOOPS = frozenset(("While", "StatelessWhile"))
 
@@ -145,7 +146,7 @@ class _Walk:
                 t.name: self._constant(t) if op.type in ("Const", "IteratorGetNext") else None for t in op.outputs
             }
             return
-        if op.type in _ALIASES or (op.type == "Tile" and _elements(op.outputs[0]) > _elements(op.inputs[0])):
+        if op.type in _ALIASES or (op.type in _REPEATS and _elements(op.inputs[0]) == 1):
             for t, source in zip(op.outputs, op.inputs, strict=False):
                 known[t.name] = known.get(source.name)
             if op.name in rewritten.assigned:

@@ -136,6 +136,7 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
 
 
 def turn_into(node: Any, op: str) -> None:
+    """Turn a node of a definition into another operation, without inputs."""
     node.op = op
     del node.input[:]
     node.attr.clear()

@@ -18,7 +18,7 @@ from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, word
 from mezzo.measure.predict.tape import ProductSize
 
 _ALIASES = words(
-    "reshape squeeze expand_dims transpose broadcast_in_dim copy copy_p stop_gradient rev random_wrap "
+    "reshape squeeze expand_dims transpose copy copy_p stop_gradient rev random_wrap "
     "random_unwrap optimization_barrier bitcast_convert_type sharding_constraint reduce_precision mesh_cast"
 )
 """Primitives that move nothing: views, and copies that XLA leaves out."""
@@ -78,7 +78,7 @@ class _Walk:
                 known |= dict.fromkeys(equation.outvars)
             elif inner and name not in _KERNELS:
                 self._call(equation, inner, known, path=where, times=times)
-            elif name in _ALIASES:
+            elif name in _ALIASES or (name == "broadcast_in_dim" and _is_of_one_number(equation)):
                 source = next((known.get(v) for v in equation.invars if not hasattr(v, "val")), None)
                 known |= dict.fromkeys(equation.outvars, source)
             else:
@@ -145,6 +145,10 @@ def _kind(name: str) -> NodeKind:
     if name in _KERNELS or name.startswith("scatter"):
         return "kernel"
     return "view" if name in _VIEWS else "fused"
+
+
+def _is_of_one_number(equation: Any) -> bool:
+    return math.prod(equation.invars[0].aval.shape) == 1
 
 
 def _bodies(equation: Any) -> list[Any]:

@@ -68,6 +68,8 @@ class _Tensor:
     needs_gradient: bool
     source: str
     """The format that it is cast from; its own if it is not."""
+    is_strided: bool = False
+    """Whether it is copied for the operation, because it is a transposed view or a part."""
 
     @property
     def elements(self) -> int:
@@ -172,6 +174,8 @@ class StepTape(RunListener):
             else operation.name.rstrip("_")
         )
         trains = any(not t.stop_gradient for t in operation.results) and paddle.is_grad_enabled()
+        if self._phase == "forward" and self._batch is None and operation.layer is None and not trains:
+            return  # the script makes its data
         if trains and self._phase == "optimizer" and operation.layer is not None:
             self._phase = "forward"  # of the next batch of the same update
         if self._phase == "forward" and self._batch is None and operation.layer is not None and operation.operands:
@@ -193,6 +197,8 @@ class StepTape(RunListener):
     ) -> None:
         module = self._name_of(operation.layer)
         for t in operands:
+            if t.is_strided:
+                self._copy(t, self._phase, module)
             if t.source != t.format:
                 self._cast(t, module, back=False)
         flops, sizes = 0, NO_SHAPE
@@ -227,6 +233,10 @@ class StepTape(RunListener):
         form = next((t.format for t in operands if t.format), "other")
         self._operations.append(CostedOperation(name, phase, module, form, flops, read, written, sizes))
 
+    def _copy(self, t: _Tensor, phase: TapePhase, module: str) -> None:
+        """Add the copy of a view for an operation that needs its numbers in a row, or of the gradient of one."""
+        self._add("contiguous", phase, module, [t], 0, t.size_bytes, t.size_bytes)
+
     def _cast(self, t: _Tensor, module: str, *, back: bool) -> None:
         """Add the cast of an operand, or of its gradient ``back``."""
         sizes = [t.elements * _WIDTHS[name] for name in (t.source, t.format)]
@@ -250,7 +260,8 @@ class StepTape(RunListener):
         form = stored
         if stored in ("fp32", self._half) and self._half and name not in _VIEWS:
             form = {"lower": self._half, "fp32": FP32.name}.get(precision, stored)
-        return self._tensor(tensor, form, stored, needs=not tensor.stop_gradient)
+        strided = name not in _VIEWS and not tensor.is_contiguous()
+        return self._tensor(tensor, form, stored, needs=not tensor.stop_gradient, strided=strided)
 
     def _result_format(self, operands: Sequence[_Tensor], precision: str) -> str:
         if precision == "lower":
@@ -267,9 +278,9 @@ class StepTape(RunListener):
     def _stored(self, tensor: Any) -> str:
         return self._formats.get(id(tensor)) or _format(tensor)
 
-    def _tensor(self, tensor: Any, form: str, source: str, *, needs: bool) -> _Tensor:
+    def _tensor(self, tensor: Any, form: str, source: str, *, needs: bool, strided: bool = False) -> _Tensor:
         width = _WIDTHS.get(form, 0) or int(tensor.element_size())
-        return _Tensor(id(tensor), tuple(tensor.shape), form, int(tensor.size) * width, needs, source)
+        return _Tensor(id(tensor), tuple(tensor.shape), form, int(tensor.size) * width, needs, source, strided)
 
     def _name_of(self, layer: Any) -> str:
         if layer is None:
@@ -297,6 +308,8 @@ class StepTape(RunListener):
             for t in needing:
                 if t.source != t.format:
                     self._cast(t, one.module, back=True)
+                if t.is_strided:
+                    self._copy(t, "backward", one.module)
         self._pending.clear()
 
     def _gradients(self, one: _Forward, needing: list[_Tensor]) -> None:
@@ -316,6 +329,8 @@ class StepTape(RunListener):
                 return
         elif name in _FROM_GRADIENT:
             kept = 0
+        elif name in ("multiply", "divide"):  # each operand's gradient is of the other one
+            kept = sum(t.size_bytes for t in one.operands if any(other is not t for other in needing))
         elif name in _FROM_RESULT:
             kept = one.results[0].size_bytes
         elif name == "dropout":

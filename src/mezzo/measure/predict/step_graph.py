@@ -25,7 +25,7 @@ NodeKind = Literal["product", "kernel", "fused", "view"]
 _SMALL = 8
 """A value is kept, not computed again, if it is this many times as small as what it is computed from."""
 _BIAS = frozenset({"add", "AddV2", "BiasAdd", "Add"})
-_CASTS = frozenset({"convert_element_type", "Cast"})
+_BESIDE_BIAS = frozenset({"convert_element_type", "Cast", "broadcast_in_dim"})
 
 
 def words(text: str) -> frozenset[str]:
@@ -188,7 +188,7 @@ class _Kernels:
             if (
                 len(products) == 1
                 and len(written) == 1
-                and all(node.name in _BIAS | _CASTS for node in nodes)
+                and all(node.name in _BIAS | _BESIDE_BIAS for node in nodes)
                 and sum(node.name in _BIAS for node in nodes) == 1
                 and self._values[products[0]].elements == self._values[written[0]].elements
                 and all(self._group.get(one) == group for one in self._consumers[products[0]])
