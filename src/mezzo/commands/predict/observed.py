@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
 
 _STEPS = 2
+_LARGEST = 32
+"""The largest batch at which a script runs whose arguments set it: a real step on a CPU takes its time, and others follow."""
 _TAIL = 3
 _WRITE_BATCH = f"write {BATCH} where an argument sets the size, as in --batch-size {BATCH}"
 
@@ -79,7 +81,7 @@ def observed_plan(
         raise UsageError(
             f"the script's arguments contain {BATCH}, but --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
-    in_arguments = batch if has_batch(arguments) else None
+    in_arguments = min(int(batch or 0), _LARGEST) if has_batch(arguments) else None
     framework = framework_of(target, kind="module" if as_module else "script")
     end_s = None if limit_s is None else time.monotonic() + limit_s
     case = _Case(target, with_batch(arguments, in_arguments), as_module, framework)

@@ -148,7 +148,7 @@ def _kind(name: str) -> NodeKind:
 
 
 def _is_of_one_number(equation: Any) -> bool:
-    return math.prod(equation.invars[0].aval.shape) == 1
+    return bool(math.prod(equation.invars[0].aval.shape) == 1)
 
 
 def _bodies(equation: Any) -> list[Any]:

@@ -62,6 +62,11 @@ class StepTape:
 
         return call
 
+    def other_variables(self) -> list[Any]:
+        """Return the variables of the layers that are not trained, such as running statistics."""
+        found = {id(v): v for layer in self._layers.values() for v in layer.non_trainable_variables}
+        return list(found.values())
+
     # --- scopes ------------------------------------------------------------------------------------------------------------------------
 
     def scope(self, path: Iterable[str], graph: StepGraph) -> str:

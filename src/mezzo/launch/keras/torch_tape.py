@@ -27,6 +27,8 @@ class TorchStep:
         self._open = ExitStack()
         self._recorder: Recorder | None = None
         self._modules: list[str] = []
+        self._adopted = False
+        """Whether the recorder knows what existed before the step."""
 
     @property
     def recording(self) -> bool:
@@ -34,19 +36,25 @@ class TorchStep:
         return self._recorder is not None
 
     def begin(self) -> None:
-        """Begin the step: what exists is the model, its gradients and the optimizer's state."""
-        run, recorder = self._run, Recorder(batch=1, recording=False)
-        recorder.add_existing(_values(run.variables.values()), "parameters")
-        gradients = (value.grad for value in _values(run.variables.values()) if value.grad is not None)
-        recorder.add_existing(gradients, "gradients")
-        recorder.add_existing(_values(v for one in run.optimizers.values() for v in one.variables), "optimizer")
+        """Begin the step."""
+        recorder = Recorder(batch=1, recording=False)
         recorder.step_begins()
         recorder.begin("forward")
-        self._recorder = recorder
+        self._recorder, self._adopted = recorder, False
         original = F.dropout
         self._open.callback(functools.partial(setattr, F, "dropout", original))
         F.dropout = dropout_as_cuda
         self._open.enter_context(recorder)
+
+    def _adopt(self, recorder: Recorder) -> None:
+        """Allocate what exists: the model, its gradients and the optimizer's state, which are known once the update before is over."""
+        run, self._adopted = self._run, True
+        trained = _values(run.variables.values())
+        recorder.add_existing(trained, "parameters")
+        recorder.add_existing((value.grad for value in trained if value.grad is not None), "gradients")
+        state = (v for one in run.optimizers.values() for v in one.variables if id(v) not in run.variables)
+        recorder.add_existing(_values(state), "optimizer")
+        recorder.add_existing(_values(run.tape.other_variables()), "buffers")
 
     def inputs(self, inputs: Iterable[Any]) -> None:
         """Note the inputs of a layer that is called from outside any layer."""
@@ -59,6 +67,8 @@ class TorchStep:
 
     def called(self, layer: str, call: Callable[[], Any]) -> Any:
         """Call a layer whose operations are its own."""
+        if self._recorder is not None and not self._adopted:
+            self._adopt(self._recorder)
         self._modules.append(layer)
         self._name()
         try:
