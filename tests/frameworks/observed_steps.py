@@ -34,7 +34,6 @@ def observed(script: Path, *arguments: str, framework: str, policy: str = "fp32"
             policy=Policy.parse(policy),
             record_path=str(Path(folder, "record.json")),
             command=(),
-            stop_after_steps=2 if framework == "keras" else None,
             tape_file=str(tape),
         )
         variables = {"PYTHONPATH": os.pathsep.join(sys.path), "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}

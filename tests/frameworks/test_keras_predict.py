@@ -80,7 +80,7 @@ def test_on_torch_the_step_is_recorded_as_torchs_with_its_memory() -> None:
     ("model", "backend", "why"),
     [
         ("eager", "tensorflow", "its steps run eagerly on TensorFlow"),
-        ("recurrent", "tensorflow", "a layer computes products in a loop of TensorFlow"),
+        ("recurrent", "tensorflow", "products are computed in a loop of TensorFlow"),
     ],
 )
 def test_a_step_that_its_backend_does_not_show_is_refused_by_name(model: str, backend: str, why: str) -> None:

@@ -71,7 +71,7 @@ NODES = {
     "CrossEntropy": "cross_entropy_with_softmax_grad",
     "Mean": "",
 }
-"""What a node of Paddle's graph computes, by a part of its name; a view, the sum of a bias and a mean of eight numbers have no kernel of their own."""
+"""What a node of Paddle's graph computes, by a part of its name; views, sums of biases and means of eight numbers have no kernel."""
 
 
 def test_the_derived_backward_pass_is_that_of_paddles_graph(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_derived_backward_pass_is_that_of_paddles_graph(tmp_path: Path) -> N
         with training(Policy.parse("fp32"), seed=0) as told, suppress(StopScript):
             told.begin_tape(tmp_path / "tape")
             train()
-    told.end_tape()
+        told.close_update()
     found = ObservedTape.read(tmp_path / "tape")
     assert found is not None
     names = {name for name in nodes.values() if "Accumulation" not in name}

@@ -85,7 +85,6 @@ def _run(argv: list[str]) -> int:
             return exit_code
         stopped = limit is not None and limit.stopped  # read now: closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
-        training.end_tape()
         snapshots, guardrails = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
         trained_nothing = exit_code == 0 and _trained_nothing(training)

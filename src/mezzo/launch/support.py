@@ -128,9 +128,6 @@ class WithoutPyTorch:
         """Record the operations of one step, unless the framework has none to show."""
         raise NotImplementedError
 
-    def end_tape(self) -> None:
-        """Write nothing, unless the framework overrides it."""
-
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
 

@@ -116,9 +116,6 @@ class Training(Protocol):
     def begin_tape(self, path: Path) -> None:
         """Record the operations of one step from now on, for a prediction, and write them to ``path`` at the end."""
 
-    def end_tape(self) -> None:
-        """Write the operations of one step, if they were recorded."""
-
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return which were taken; None if none were requested."""
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mezzo.errors import ScriptError, UsageError
 from mezzo.frameworks import framework_called, framework_of
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script.observed import ObservedTape, other_size
-from mezzo.measure.predict.script.plan import ScriptPlan
+from mezzo.measure.predict.script.plan import WRITE_BATCH, ScriptPlan, other_batches
 from mezzo.measure.predict.script.tapes import has_batch, with_batch
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps
 from mezzo.records import Note, RunRecord
 from mezzo.records.run import BATCH
 from mezzo.temporary import temporary_folder
 
-if TYPE_CHECKING:
-    from mezzo.policy import Policy
-
-_STEPS = 2
-_LARGEST = 32
+_LARGEST = 8
 """The largest batch at which a script runs whose arguments set it: a real step on a CPU takes its time, and others follow."""
-_TAIL = 3
-_WRITE_BATCH = f"write {BATCH} where an argument sets the size, as in --batch-size {BATCH}"
 
 
 class _Case(NamedTuple):
@@ -36,22 +29,6 @@ class _Case(NamedTuple):
     arguments: Sequence[str]
     as_module: bool
     framework: str
-
-
-def check_policy(framework: str, policy: Policy) -> None:
-    """Check that a framework can train under a policy.
-
-    Raises:
-        PolicyError: it cannot.
-    """
-    if framework == "keras":
-        from mezzo.frameworks.keras import dtype_policy_name
-
-        dtype_policy_name(policy)
-    else:
-        from mezzo.frameworks.paddle import check
-
-        check(policy)
 
 
 def observed_plan(
@@ -117,15 +94,8 @@ def _plan(
 ) -> ScriptPlan:
     known = next(iter(found.values()))
     size = in_arguments or (known.tapes[0].batch if known.known_batch else None)
-    followed = all(pair.second is not None for pair in tapes.values())
     why = known.no_other_batch or "its steps run other operations at another batch"
-    if batch is not None and batch != size and not followed:
-        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
-        raise UsageError(
-            f"--batch {batch} cannot be predicted for {target}: {why}; {own}",
-            hint=f"leave --batch out; {_WRITE_BATCH}",
-        )
-    no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
+    no_other = other_batches(target, tapes, batch, size, why=why)
     has_images = any(op.name == "convolution" for op in known.tapes[0].operations)
     return ScriptPlan(
         tapes=tapes,
@@ -163,7 +133,7 @@ def _observed(case: _Case, policy: str, end_s: float | None) -> ObservedTape:
     from mezzo.policy import Policy
 
     with temporary_folder() as folder:
-        tape, output = folder / "tape", folder / "output"
+        tape = folder / "tape"
         request = Request(
             target=case.target,
             kind="module" if case.as_module else "script",
@@ -173,28 +143,15 @@ def _observed(case: _Case, policy: str, end_s: float | None) -> ObservedTape:
             policy=Policy.parse(policy.replace("fp16", "bf16")),
             record_path=str(folder / "record.json"),
             command=(),
-            stop_after_steps=_STEPS if case.framework == "keras" else None,
             tape_file=str(tape),
         )
         limit_s = None if end_s is None else max(0.1, end_s - time.monotonic())
-        record = run_alone(request, output=output, limit_s=limit_s)
+        record = run_alone(request, output=folder / "output", limit_s=limit_s)
         found = ObservedTape.read(tape)
         if found is not None and not found.error:
             return found
-        return ObservedTape(error=_why(record, found, output))
-
-
-def _why(record: object, found: ObservedTape | None, output: Path) -> str:
-    """Return why a run has shown no step."""
-    if isinstance(record, RunRecord) and record.error and record.exit_code:
-        printed = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.exists() else []
-        last = next((line.strip() for line in reversed(printed[-_TAIL:]) if line.strip()), "")
-        return (
-            record.error
-            if not last or last in record.error or last.startswith("mezzo:")
-            else f"{record.error} ({last})"
-        )
-    return "its framework was never imported" if found is None else found.error
+        failed = isinstance(record, RunRecord) and record.exit_code and record.error
+        return ObservedTape(error=str(failed or (found and found.error) or "it never imported its framework"))
 
 
 def _assumptions(
@@ -212,7 +169,7 @@ def _assumptions(
     if known.no_memory:
         notes.append(Note(what="memory", value="not predicted", reason=known.no_memory))
     if size is None:
-        why = f"speed is in steps a second; {_WRITE_BATCH}"
+        why = f"speed is in steps a second; {WRITE_BATCH}"
         return [*notes, Note(what="batch", value="not known", reason=why)]
     many = f", {known.num_batches} of them an update" if known.num_batches > 1 else ""
     origin = "set by --batch" if in_arguments else "the first dimension of the step's data"

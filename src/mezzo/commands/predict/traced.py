@@ -20,7 +20,7 @@ from mezzo.cli.values import NONE, names_in
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
-from mezzo.frameworks import framework_of
+from mezzo.frameworks import framework_called, framework_of
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -234,12 +234,12 @@ def _of_other_framework(
     target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool, *, framework: str
 ) -> Traced:
     """Return the tapes of a Keras or Paddle script, which one real step in each of two formats shows."""
-    from mezzo.commands.predict.observed import check_policy, observed_plan
+    from mezzo.commands.predict.observed import observed_plan
     from mezzo.measure.predict.plan import failure, to_record
     from mezzo.policy import Policy
 
     for policy in policies:
-        check_policy(framework, Policy.parse(policy))
+        framework_called(framework).check(Policy.parse(policy))
     recorded = to_record(policies)
     results.note(
         f"running {target} for two steps, {'twice' if len(recorded) > 1 else 'once'}, to see the operations of a step"

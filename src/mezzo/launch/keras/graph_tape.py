@@ -48,7 +48,7 @@ class _Rewritten:
     assigned: set[str] = field(default_factory=set)
     """Operations that write a variable."""
     added: set[str] = field(default_factory=set)
-    """Those of them that add to it."""
+    """The ones among them that add to it."""
     gathered: set[str] = field(default_factory=set)
     """Operations that read rows of a variable."""
     variables: set[str] = field(default_factory=set)
@@ -78,6 +78,7 @@ class _Walk:
     batch: int | None
     tape: StepTape
     found: StepGraph
+    num_products: int = 0
 
     def imported(self, definition: Any) -> tuple[Any, _Rewritten]:
         """Return the graph of a definition, with the sizes that follow from the batch."""
@@ -127,12 +128,12 @@ class _Walk:
             argument.name: known.get(tensor.name)
             for argument, tensor in zip(definition.signature.input_arg, arguments, strict=True)
         }
-        before = sum(node.flops for node in self.found.nodes)
+        before = self.num_products
         inner = self.through(graph, live, rewritten, scope=f"{scope}/{op.name}", arguments=numbers)
-        if op.type in _LOOPS and sum(node.flops for node in self.found.nodes) > before:
+        if op.type in _LOOPS and self.num_products > before:
             raise Untraceable(
-                "a layer computes products in a loop of TensorFlow, whose number of iterations is not in the graph: build it with "
-                "unroll=True, or run the script with KERAS_BACKEND=jax"
+                "products are computed in a loop of TensorFlow, whose number of iterations is not in the graph; build the layer with "
+                "unroll=True, leave out steps_per_execution, or use KERAS_BACKEND=jax"
             )
         for output, returned in zip(op.outputs, definition.signature.output_arg, strict=False):
             known[output.name] = inner.get(flat.get(definition.ret[returned.name], ""))
@@ -174,6 +175,7 @@ class _Walk:
         if node.name in _NAMES.values():
             node.shape = _normalised(op)
         if op.type in graphs.PRODUCTS:
+            self.num_products += 1
             self._measure(op, node)
         self.found.nodes.append(node)
 

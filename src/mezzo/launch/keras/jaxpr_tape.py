@@ -58,6 +58,7 @@ class _Walk:
 
     def __init__(self, tape: StepTape, found: StepGraph) -> None:
         self._tape, self._found = tape, found
+        self._num_products = 0
 
     def value(self, variable: Any) -> int | None:
         """Add the value of a variable and return its number; None for what is not an array."""
@@ -99,9 +100,9 @@ class _Walk:
         if name == "scan":  # each iteration reads its part of what the loop runs over
             num_fixed = equation.params["num_consts"] + equation.params["num_carry"]
             inside |= {variable: self.value(variable) for variable in body.invars[num_fixed:]}
-        before = sum(node.flops for node in self._found.nodes)
+        before = self._num_products
         self.through(body, inside, path=path, times=times * (equation.params["length"] if name == "scan" else 1))
-        if name == "while" and sum(node.flops for node in self._found.nodes) > before:
+        if name == "while" and self._num_products > before:
             raise Untraceable(
                 "the step computes products in a loop whose number of iterations is not known: use keras.ops.scan"
             )
@@ -136,6 +137,7 @@ class _Walk:
             (node.name, node.shape), node.flops = _dot(equation)
         elif name == "conv_general_dilated":
             (node.name, node.shape), node.flops = _convolution(equation, backward=backward)
+        self._num_products += node.kind == "product"
         self._found.nodes.append(node)
 
 

@@ -59,6 +59,10 @@ class JaxBackend(Backend):
         import keras
 
         self._patches = patches
+        if self._run.tape is not None:
+            self._run.tape.refuse(
+                "its training loop is its own, and on JAX the operations of fit alone are seen: use fit or train_step"
+            )
         patches.wrap(jax, "value_and_grad", self._value_and_grad)
         patches.wrap(jax, "grad", self._grad)
         base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer

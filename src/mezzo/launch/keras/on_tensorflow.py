@@ -284,8 +284,10 @@ class TensorFlowBackend(Backend):
         finally:
             self._calls.pop()
         if not self._calls and id(function) in self._updating:
-            self._ledger.collect()
-            self._count_graph()
+            try:
+                self._ledger.collect()
+            finally:  # the step at which a limit stops the script counts too
+                self._count_graph()
             if self._run.audit is not None:
                 self._run.audit.stop_after(self._run.steps.num_closed)
         return result

@@ -196,9 +196,13 @@ class KerasRun:
         self._kinds: set[bool] = set()
         """Whether the losses of the backward passes since the last update were scaled by the script."""
 
-    def begin(self, backend: Backend, *, observed: Any = None, audit: Any = None) -> None:
+    def begin(self, backend: Backend, *, observed: Any = None, audit: Any = None, tape: Any = None) -> None:
         """Begin on the backend that the script has chosen, with the observer of the command, if it has one."""
-        self.backend, self.observed, self.audit = backend, observed, audit
+        self.backend, self.observed, self.audit, self.tape = backend, observed, audit, tape
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of a step for ``path``, and end the script after its second."""
+        self.tape_file, self.limit = path, StepLimit(steps=2, seconds=None)
 
     @property
     def optimizer_name(self) -> str:

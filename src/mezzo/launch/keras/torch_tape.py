@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class TorchStep:
         self._open = ExitStack()
         self._recorder: Recorder | None = None
         self._modules: list[str] = []
+        self._batch = 0
         self._adopted = False
         """Whether the recorder knows what existed before the step."""
 
@@ -62,8 +64,8 @@ class TorchStep:
         if self._recorder is None or self._recorder.phase != "forward" or not tensors:
             return
         self._recorder.add_existing(tensors, "inputs")
-        if self._recorder.tape.batch == 1 and tensors[0].dim():
-            self._recorder.tape.batch = int(tensors[0].shape[0])
+        if not self._batch and tensors[0].dim():
+            self._batch = int(tensors[0].shape[0])
 
     def called(self, layer: str, call: Callable[[], Any]) -> Any:
         """Call a layer whose operations are its own."""
@@ -79,7 +81,7 @@ class TorchStep:
 
     def _name(self) -> None:
         if self._recorder is not None:
-            self._recorder.running = ".".join(self._modules[1:] or self._modules)
+            self._recorder.name_module(".".join(self._modules[1:] or self._modules))
 
     def backward_begins(self) -> None:
         """Begin the backward pass."""
@@ -98,10 +100,10 @@ class TorchStep:
         recorder, self._recorder = self._recorder, None
         self._open.close()
         assert recorder is not None
-        tape = recorder.finished(len(recorder.tape.events))
+        tape = replace(recorder.finished(len(recorder.tape.events)), batch=self._batch or 1)
         self._run.tape.observed = ObservedTape(
             tapes=[tape],
-            known_batch=tape.batch > 1,
+            known_batch=self._batch > 0,
             no_other_batch="one real step has shown its own batch only",
             optimizer=self._run.optimizer_name,
             channels_last=any(map(_is_channels_last, _values(self._run.variables.values()))),

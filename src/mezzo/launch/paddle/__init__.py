@@ -118,17 +118,14 @@ class PaddleTraining(WithoutPyTorch):
         self._tape = StepTape(self._run, path)
         self._tape.install(self._patches)
 
-    def end_tape(self) -> None:
-        """Write the operations of one step, if they were recorded."""
-        if self._tape is not None:
-            self._tape.write()
-
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
         """Close the update that is open."""
+        if self._tape is not None:
+            self._tape.write()
         self._run.close_update()
 
     def steps(self) -> Steps:

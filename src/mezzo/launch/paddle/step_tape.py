@@ -1,6 +1,6 @@
 """One real step of a Paddle script as a tape: the operations of its forward pass and of its update, and the backward pass that follows.
 
-Paddle runs a backward pass in C++, which shows no operations. They are derived from those of the forward pass, by one rule for each kind::
+Paddle runs a backward pass in C++, which shows no operations. They are derived from the forward pass, by one rule for each kind::
 
     convolution, product      one product for each operand that needs a gradient; a bias is a sum of the result's gradient
     normalisation             reads the gradient and the input, writes the input's gradient
@@ -52,8 +52,6 @@ _NORMS = {"batch_norm": "native_batch_norm", "sync_batch_norm_": "native_batch_n
 _TRANSPOSED = frozenset(("conv2d_transpose", "depthwise_conv2d_transpose", "conv3d_transpose"))
 _UNKNOWN = {"rnn": "a recurrent layer is one operation of Paddle, whose kernels are not known"}
 _WIDTHS = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-_OPTIMIZERS_KEEP = 64
-"""Operations that move no more bytes compute with single numbers, which stay on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,8 @@ class StepTape(RunListener):
         self._batch: int | None = None
         self._num_backward = 0
         self._channels_last = False
+        self._unknown = ""
+        """Why an operation has no known cost."""
         self._observed = ObservedTape(error="it ended before its second update")
 
     def install(self, patches: Patches) -> None:
@@ -147,7 +147,8 @@ class StepTape(RunListener):
             return
         self._tape.stop()
         self._kept.clear()
-        if not self._observed.error.startswith("it ended"):
+        if self._unknown:
+            self._observed = ObservedTape(error=self._unknown)
             raise StopScript
         self._observed = ObservedTape(
             tapes=[TrainingTape(batch=self._batch or 1, operations=self._operations)],
@@ -166,8 +167,7 @@ class StepTape(RunListener):
 
     def finished(self, operation: TapedOperation) -> None:
         """Record an operation that has run."""
-        if operation.name in _UNKNOWN and self._observed.error.startswith("it ended"):
-            self._observed = ObservedTape(error=_UNKNOWN[operation.name])
+        self._unknown = self._unknown or _UNKNOWN.get(operation.name, "")
         name = (
             operation.name
             if operation.name.startswith(("adam", "sgd", "momentum", "lamb"))
@@ -228,8 +228,8 @@ class StepTape(RunListener):
         written: int,
         sizes: ProductSize = NO_SHAPE,
     ) -> None:
-        if not flops and read + written <= _OPTIMIZERS_KEEP:
-            return
+        if not flops and all(t.elements <= 1 for t in operands):
+            return  # single numbers, which stay on the host
         form = next((t.format for t in operands if t.format), "other")
         self._operations.append(CostedOperation(name, phase, module, form, flops, read, written, sizes))
 

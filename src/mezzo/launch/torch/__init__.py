@@ -292,9 +292,6 @@ class TorchTraining:
         """Refuse: a PyTorch script is traced without numbers, in a process of its own (``measure.predict.script``)."""
         raise NotImplementedError
 
-    def end_tape(self) -> None:
-        """Write nothing."""
-
     def begin_stand_in(self) -> None:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device."""
         if self._run.notes.stand_in is not None:

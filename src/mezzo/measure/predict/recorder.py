@@ -105,6 +105,10 @@ class Recorder(TorchDispatchMode):
         """Record what runs from now on, as a part of ``phase``."""
         self.phase, self.recording = phase, True
 
+    def name_module(self, name: str) -> None:
+        """Record operations from now on with this name of the running module."""
+        self.running = name
+
     def stop(self) -> None:
         """Record nothing until the next phase."""
         self.recording = False

@@ -72,7 +72,7 @@ class StepGraph:
     results: set[int] = field(default_factory=set)
     """Values that are written at the end of the step, such as new weights."""
     added: set[int] = field(default_factory=set)
-    """Those of ``results`` that are added to what is there, which is read for it."""
+    """Of ``results``, what is added to the values in memory, which are read for it."""
     channels: dict[str, int] = field(default_factory=dict)
     """By scope, the number of channels of a layer that normalises over the batch."""
     titles: dict[str, str] = field(default_factory=dict)
@@ -283,12 +283,17 @@ class _Kernels:
         for number, node in enumerate(self._nodes):
             group = self._group.get(number)
             if node.kind == "fused":
-                if group == number and group not in self._folded:
+                if group == number and group not in self._folded and self._is_large(self._members[number]):
                     found += [self._fused(self._members[number])] * node.times
-            elif node.kind != "view":
+            elif node.kind != "view" and self._is_large([number]):
                 bias = self._members[biases[number]] if number in biases else []
                 found += [self._own(node, bias)] * node.times
-        return [one for one in found if one.flops or one.read_bytes + one.written_bytes > _SCALARS]
+        return found
+
+    def _is_large(self, members: Sequence[int]) -> bool:
+        """Return whether a kernel computes more than single numbers, which stay on the host."""
+        nodes = [self._nodes[number] for number in members]
+        return any(self._values[value].elements > 1 for node in nodes for value in (*node.inputs, *node.outputs))
 
     def _own(self, node: StepNode, bias: Sequence[int]) -> CostedOperation:
         read = self._bytes(node.inputs) if node.read_bytes is None else node.read_bytes
@@ -322,6 +327,4 @@ class _Kernels:
         return self._titles.get(node.scope, node.scope)
 
 
-_SCALARS = 64
-"""Kernels that move no more bytes compute with single numbers, which stay on the host."""
 _NAME = 60

@@ -25,7 +25,7 @@ class ObservedTape:
     optimizer: str = ""
     channels_last: bool = False
     backward: Literal["observed", "derived"] = "observed"
-    """Whether the operations of the backward pass were seen, or follow from those of the forward pass."""
+    """Whether the operations of the backward pass were seen, or follow from the forward pass."""
     no_memory: str = ""
     """Why the tapes have no blocks of memory; empty if they have."""
     fuses: bool = False

@@ -31,7 +31,7 @@ from mezzo.policyfields import DYNAMIC_SCALE
 from mezzo.records import AS_IS, Note, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
-_WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
+WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,24 +109,18 @@ def script_plan(
     size = batch_in_arguments or known.batch
     other_tapes, why = list[ScriptTape](), "they were not requested"
     if scaled or batch not in (None, size):
-        other_tapes, why = _tapes_atother_size(requests, known, batch_in_arguments, arguments, deadline_s=deadline_s)
+        other_tapes, why = _tapes_at_other_size(requests, known, batch_in_arguments, arguments, deadline_s=deadline_s)
     tapes: dict[str, Tapes] = {}
     partners: Sequence[ScriptTape | None] = other_tapes or [None] * len(requests)
     for request, found, other in zip(requests, script_tapes, partners, strict=True):
         found_why, tapes[request.policy] = _pair_tapes(found, other, size=batch_in_arguments)
         why = why or found_why
-    if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
-        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
-        raise UsageError(
-            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
-            hint=f"leave --batch out; {_WRITE_BATCH}",
-        )
+    no_other = other_batches(script, tapes, batch, size, why=why)
     followed = all(pair.second is not None for pair in tapes.values())
     uneven = followed and any(
         grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
     )
     source = other_tapes[0].size_at if other_tapes else ""
-    no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
     return ScriptPlan(
         tapes=tapes,
         refused=refused,
@@ -139,7 +133,30 @@ def script_plan(
     )
 
 
-def _tapes_atother_size(
+def other_batches(script: str, tapes: Mapping[str, Tapes], batch: int | None, size: int | None, *, why: str) -> str:
+    """Return why other batch sizes than a script's own do not follow from its tapes; empty if they do.
+
+    Args:
+        script: its path.
+        tapes: by recorded policy.
+        batch: the size of a batch to predict; None for the script's own.
+        size: the script's own; None if it is not known.
+        why: the reason, if there is one.
+
+    Raises:
+        UsageError: ``batch`` is another size, and does not follow.
+    """
+    followed = all(pair.second is not None for pair in tapes.values())
+    if batch is not None and batch != size and not followed:
+        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        raise UsageError(
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            hint=f"leave --batch out; {WRITE_BATCH}",
+        )
+    return "" if followed or size is None else f"{why}; {WRITE_BATCH}"
+
+
+def _tapes_at_other_size(
     requests: Sequence[TapeRequest],
     known: ScriptTape,
     batch_in_arguments: int | None,
@@ -299,7 +316,7 @@ def _assumptions(
         )
         add("sizes that numbers decide", "the largest possible", f"{assumed}, at {lines}")
     if size is None:
-        add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
+        add("batch", "not known", f"speed is in steps a second; {WRITE_BATCH}")
         return assumptions
     origin = "set by --batch" if batch_in_arguments else "what the DataLoader yields"
     if not batch_in_arguments and not known.from_loader:
@@ -465,7 +482,7 @@ def real_gpus(
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
-        plan_of: returns the tapes, in place of ``script_plan``: those of another framework than PyTorch.
+        plan_of: returns the tapes, in place of ``script_plan``, for another framework than PyTorch.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [
