@@ -97,17 +97,16 @@ def _plan(
     why = known.no_other_batch or "its steps run other operations at another batch"
     no_other = other_batches(target, tapes, batch, size, why=why)
     has_images = any(op.name == "convolution" for op in known.tapes[0].operations)
-    return ScriptPlan(
+    notes = _assumptions(known, size, framework=framework, in_arguments=in_arguments is not None, no_other=no_other)
+    return ScriptPlan.of(
+        batch,
+        size,
+        optimizer=known.optimizer,
+        channels_last=known.channels_last if has_images else None,
+        assumptions=notes,
+        no_other_batch=no_other,
         tapes=tapes,
         refused=refused,
-        batch=batch or size or 1,
-        unit="samples" if size is not None else "steps",
-        optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(
-            known, size, framework=framework, in_arguments=in_arguments is not None, no_other=no_other
-        ),
-        no_other_batch=no_other,
-        channels_last=known.channels_last if has_images else None,
     )
 
 

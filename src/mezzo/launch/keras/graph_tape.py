@@ -13,7 +13,7 @@ from mezzo.formats import FORMAT_NAMES, STORED_BYTES
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.step_tape import StepTape, Untraceable, product_size
 from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, words
-from mezzo.measure.predict.tape import ProductSize, TapePhase
+from mezzo.measure.predict.tape import NO_SHAPE, ProductSize, TapePhase
 
 _ALIASES = words(
     "CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot "
@@ -154,6 +154,11 @@ class _Walk:
                 self.found.results.update(inputs[:1])
                 self.found.added.update(inputs[:1] if op.name in rewritten.added else ())
             return
+        few = all(0 < _elements(t) <= _FEW for t in (*op.inputs, *op.outputs))
+        whole = op.type == "Pack" or all(t.dtype.is_integer for t in (*op.inputs, *op.outputs))
+        if few and whole and not of_variable:  # a size or a seed, with which TensorFlow computes on the host
+            known |= dict.fromkeys((t.name for t in op.outputs), None)
+            return
         outputs = [self._value(t) for t in op.outputs]
         known |= {t.name: number for t, number in zip(op.outputs, outputs, strict=True)}
         if of_variable:
@@ -161,35 +166,40 @@ class _Walk:
         parts = f"{scope}/{op.name}".split("/")
         phase: TapePhase = "backward" if _BACKWARD in parts else "forward"
         inner = parts[parts.index(_BACKWARD) + 1 :] if _BACKWARD in parts else _without_calls(parts, scope)
-        node = StepNode(
-            kind=_kind(op, rewritten),
-            name=_NAMES.get(op.type, op.type),
-            scope=self.tape.scope(inner[:-1], self.found),
-            phase=phase,
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            random="Random" in op.type,
+        name, shape, flops = self._measured(op)
+        gathers = op.name in rewritten.gathered or op.type in _READS_WHAT_IT_WRITES
+        read = sum(self.found.values[number].size_bytes for number in outputs)
+        self.found.nodes.append(
+            StepNode(
+                kind=_kind(op, rewritten),
+                name="embedding" if gathers else name,
+                scope=self.tape.scope(inner[:-1], self.found),
+                phase=phase,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                flops=flops,
+                shape=shape,
+                read_bytes=read if gathers else None,
+                random="Random" in op.type,
+            )
         )
-        if op.name in rewritten.gathered or op.type in _READS_WHAT_IT_WRITES:
-            node.name, node.read_bytes = "embedding", sum(self.found.values[number].size_bytes for number in outputs)
-        if node.name in _NAMES.values():
-            node.shape = _normalised(op)
-        if op.type in graphs.PRODUCTS:
-            self.num_products += 1
-            self._measure(op, node)
-        self.found.nodes.append(node)
 
-    def _measure(self, op: Any, node: StepNode) -> None:
-        """Write a product's FLOPs and size into its node.
+    def _measured(self, op: Any) -> tuple[str, ProductSize, int]:
+        """Return an operation's name in tapes, the size of its product, and its FLOPs.
 
         Raises:
-            Untraceable: they are not known.
+            Untraceable: the size is not known.
         """
+        if op.type in _NAMES:
+            return _NAMES[op.type], _normalised(op), 0
+        if op.type not in graphs.PRODUCTS:
+            return op.type, NO_SHAPE, 0
+        self.num_products += 1
         sizes = [None if t.shape.rank is None else tuple(t.shape.as_list()) for t in (*op.inputs, *op.outputs)]
         inputs, outputs = sizes[: len(op.inputs)], sizes[len(op.inputs) :]
         try:
-            node.flops = graphs.PRODUCTS[op.type](inputs, outputs, op.get_attr)
-            node.name, node.shape = _PRODUCTS[op.type](inputs, outputs, op)
+            flops = graphs.PRODUCTS[op.type](inputs, outputs, op.get_attr)
+            return (*_PRODUCTS[op.type](inputs, outputs, op), flops)
         except (TypeError, IndexError) as error:
             raise Untraceable(f"the size of {op.type} {op.name} does not follow from the batch") from error
 

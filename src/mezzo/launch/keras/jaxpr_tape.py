@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from mezzo.formats import FORMAT_NAMES, STORED_BYTES
 from mezzo.launch.keras.step_tape import StepTape, Untraceable, product_size
 from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, words
-from mezzo.measure.predict.tape import ProductSize
+from mezzo.measure.predict.tape import NO_SHAPE, ProductSize
 
 _ALIASES = words(
     "reshape squeeze expand_dims transpose copy copy_p stop_gradient rev random_wrap "
@@ -49,7 +49,7 @@ def step_graph(closed: Any, tape: StepTape) -> StepGraph:
     given = {number for number in known.values() if number is not None}
     walk.through(jaxpr, known, path="", times=1)
     returned = {known.get(variable) for variable in jaxpr.outvars if not hasattr(variable, "val")}
-    found.results = {number for number in returned if number is not None} - given
+    found.results.update({number for number in returned if number is not None} - given)
     return found
 
 
@@ -119,26 +119,36 @@ class _Walk:
         outputs = [self.value(variable) for variable in equation.outvars]
         known |= dict(zip(equation.outvars, outputs, strict=True))
         given = (known.get(variable) for variable in equation.invars if not hasattr(variable, "val"))
-        name = equation.primitive.name
-        backward = "transpose(" in path
+        kind, backward = equation.primitive.name, "transpose(" in path
+        name, shape, flops = _measured(equation, backward=backward)
+        gathered = sum(self._found.values[n].size_bytes for n in outputs if n is not None)
         node = StepNode(
-            kind=_kind(name),
+            kind=_kind(kind),
             name=name,
             scope=self._tape.scope(filter(None, _WRAPPERS.sub("", path).split("/")), self._found),
             phase="backward" if backward else "forward",
             inputs=tuple(number for number in given if number is not None),
             outputs=tuple(number for number in outputs if number is not None),
+            flops=flops,
+            shape=shape,
+            read_bytes=gathered if kind == "gather" else None,
             times=times,
-            random=name in _RANDOM,
+            random=kind in _RANDOM,
         )
-        if name == "gather":
-            node.name, node.read_bytes = "embedding", sum(self._found.values[n].size_bytes for n in node.outputs)
-        elif name == "dot_general":
-            (node.name, node.shape), node.flops = _dot(equation)
-        elif name == "conv_general_dilated":
-            (node.name, node.shape), node.flops = _convolution(equation, backward=backward)
         self._num_products += node.kind == "product"
         self._found.nodes.append(node)
+
+
+def _measured(equation: Any, *, backward: bool) -> tuple[str, ProductSize, int]:
+    """Return an operation's name in tapes, the size of its product, and its FLOPs."""
+    name = equation.primitive.name
+    if name == "dot_general":
+        (shown, shape), flops = _dot(equation)
+    elif name == "conv_general_dilated":
+        (shown, shape), flops = _convolution(equation, backward=backward)
+    else:
+        return ("embedding" if name == "gather" else name), NO_SHAPE, 0
+    return shown, shape, flops
 
 
 def _kind(name: str) -> NodeKind:

@@ -52,6 +52,12 @@ class ScriptPlan:
     channels_last: bool | None
     """Whether convolutions have channels-last weights or inputs; None without convolutions."""
 
+    @classmethod
+    def of(cls, batch: int | None, size: int | None, *, optimizer: str, **facts: Any) -> ScriptPlan:
+        """Return the plan for ``batch``, or else for the script's own ``size``; ``facts`` are the other fields."""
+        unit = "samples" if size is not None else "steps"
+        return cls(batch=batch or size or 1, unit=unit, optimizer=optimizer or "no optimizer", **facts)
+
 
 def script_plan(
     script: str,
@@ -121,12 +127,12 @@ def script_plan(
         grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
     )
     source = other_tapes[0].size_at if other_tapes else ""
-    return ScriptPlan(
+    return ScriptPlan.of(
+        batch,
+        size,
         tapes=tapes,
         refused=refused,
-        batch=batch or size or 1,
-        unit="samples" if size is not None else "steps",
-        optimizer=known.optimizer or "no optimizer",
+        optimizer=known.optimizer,
         assumptions=_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
         no_other_batch=no_other,
         channels_last=_layout(known),
