@@ -24,7 +24,7 @@ CELLS = [
     ("paddle", ("check", "--policies", "bf16"), "works"),
     ("paddle", ("fallback", "--policy", "fp16-master"), "works"),
     ("paddle", ("audit", "--policy", "bf16-master"), "works"),
-    ("paddle", ("predict", "--gpus", "H100"), "refused"),
+    ("paddle", ("predict", "--gpus", "H100"), "works"),
     ("paddle", ("resume-check",), "refused"),
     ("paddle", ("run", "--policy", "bf16"), "works"),
 ]

@@ -88,6 +88,7 @@ def test_a_new_framework_is_its_description(tmp_path: Path, monkeypatch: pytest.
         title="New",
         stages={"New": frozenset(("mezzo audit",))},
         stage_of=lambda target, kind: "New",
+        check=str,
         training_call="took a step",
         not_seen="others are not seen",
         in_fp32="x",

@@ -9,8 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mezzo.children.script_text import Kind, imports_of, own_trees
+
+if TYPE_CHECKING:
+    from mezzo.policy import Policy
 
 IMPORTED_AS: Mapping[str, tuple[str, ...]] = {"keras": ("keras", "tensorflow.keras"), "paddle": ("paddle",)}
 """Each framework, a file of this package and a folder of ``launch``, with the modules by which scripts import it. A script that imports
@@ -27,6 +31,8 @@ class Framework:
     with the title's name beside others is a script whose form is known only when it runs."""
     stage_of: Callable[[str, Kind], str]
     """Returns the form of a script, or of a module by its dotted name."""
+    check: Callable[[Policy], object]
+    """Raises ``PolicyError`` for a policy under which it cannot train."""
     elsewhere: str = ""
     """How to run a script in a form that takes more, with ``{command}`` and ``{target}``; empty where there is none."""
     training_call: str

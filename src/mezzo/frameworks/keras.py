@@ -368,6 +368,7 @@ FRAMEWORK = Framework(
         "Keras on jax": frozenset(),
         "Keras": _OBSERVED,
     },
+    check=dtype_policy_name,
     stage_of=lambda target, kind: stage_on(backend_of(target, kind=kind)),
     elsewhere=f"{_VARIABLE}=torch mezzo {{command}} {{target}} runs the same script on PyTorch, if it only uses Keras",
     training_call="applied gradients by a Keras optimizer",

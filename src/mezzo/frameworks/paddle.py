@@ -521,6 +521,7 @@ FRAMEWORK = Framework(
     title="Paddle",
     stages={"Paddle": frozenset(("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback"))},
     stage_of=lambda target, kind: "Paddle",
+    check=check,
     training_call="called backward()",
     not_seen="static graphs are not seen",
     in_fp32='x.astype("float32")',

@@ -229,6 +229,8 @@ def _begin(request: Request, training: Training) -> None:
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots, _file_of(request))
     training.begin_trace(request.trace)
+    if request.tape_file:
+        training.begin_tape(Path(request.tape_file))
     if request.guard is not None:
         training.begin_guard(request.guard)
 

@@ -84,6 +84,8 @@ class Request(BaseModel):
     """Environment variables for this run, which override the command's."""
     work_folder: str | None = None
     """The folder to run the script in; None for the command's."""
+    tape_file: str = ""
+    """The file for the operations of a step, for a prediction; empty to record none. Only of frameworks other than PyTorch."""
     trace: TraceRequest | None = None
     """Whether to trace the state of the training, and where to stop it; None for neither."""
 

@@ -10,6 +10,8 @@ from mezzo.errors import ScriptError
 from mezzo.frameworks import IMPORTED_AS, framework_called, framework_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mezzo.launch.patches import Patches
     from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.launch.training import StepLimit
@@ -32,10 +34,6 @@ _LIMITED: dict[str, _Limited] = {
     "mezzo diagnose": _Limited("compiled steps hide their values"),
     "mezzo ranges": _Limited("compiled steps hide their values"),
     "mezzo fallback": _Limited("compiled steps hide their values"),
-    "mezzo predict": _Limited(
-        "it traces the steps of torch.optim without numbers",
-        "type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be",
-    ),
     "mezzo tune": _Limited(
         "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
     ),
@@ -125,6 +123,10 @@ class WithoutPyTorch:
         """Refuse: only the state of PyTorch scripts can be traced."""
         if request is not None:
             self._refuse("mezzo resume-check")
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of one step, unless the framework has none to show."""
+        raise NotImplementedError
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""

@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mezzo.observe.settings import StopScript
@@ -111,6 +112,9 @@ class Training(Protocol):
         Raises:
             ScriptError: scripts of this framework cannot be traced.
         """
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of one step from now on, for a prediction, and write them to ``path`` at the end."""
 
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return which were taken; None if none were requested."""

@@ -13,6 +13,7 @@ import record_builders as build
 from mezzo import cli
 from mezzo.cli.script import Script
 from mezzo.commands.predict import traced as module
+from mezzo.commands.predict.observed import observed_plan
 from mezzo.commands.predict.traced import named_gpus, predicted_for
 from mezzo.errors import UsageError
 from mezzo.measure.predict.calibrate import Calibration
@@ -112,11 +113,20 @@ def test_a_calibrated_cpu_is_predicted_beside_its_runs(monkeypatch: pytest.Monke
     assert given == [None]
 
 
-def test_other_frameworks_and_runs_without_steps_or_that_failed() -> None:
+def test_other_frameworks_are_predicted_from_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def real_gpus(*_: Any, **settings: Any) -> RealGpus:
+        given.append(settings["plan_of"])
+        return RealGpus(gpus=["t4"])
+
+    monkeypatch.setattr(measured, "real_gpus", real_gpus)
     keras = [run.model_copy(update={"framework": "keras 3.15.1 on tensorflow 2.21.0"}) for run in _runs(**CPU)]
-    found = predicted_for(SCRIPT, keras, None)
-    assert found is not None
-    assert found.reason == "trainings in keras are not predicted"
+    assert predicted_for(SCRIPT, keras, None) == RealGpus(gpus=["t4"], observed=True)
+    assert given == [observed_plan]
+
+
+def test_runs_without_steps_or_that_failed_are_not_predicted() -> None:
     empty = [run.model_copy(update={"steps": run.steps.model_copy(update={"loss": []})}) for run in _runs(**CPU)]
     assert module.NONE == "none"
     failed = [run.model_copy(update={"error": "KeyError: 'x'"}) for run in _runs(**CPU)]

@@ -154,7 +154,10 @@ def predicted_gain(real_gpus: RealGpus | None, policy: str, gpu: Gpu) -> Gain | 
     bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
     # One statement of trust: the band comes from measured rows, which not every GPU and format has.
     trust = _band(prediction) if prediction.validated else "no measurement has checked it"
-    parts = [trust, "the batch does not fit" if not prediction.fits else _A_LARGER_BATCH if bound == "launch" else ""]
+    parts = [
+        trust,
+        "the batch does not fit" if prediction.fits is False else _A_LARGER_BATCH if bound == "launch" else "",
+    ]
     over_tf32 = None if _is_tf32(policy) else prediction.over_tf32
     note = "; ".join(filter(None, parts))
     return Gain(kind="predicted", times=prediction.over_fp32, times_over_tf32=over_tf32, device=gpu.label, note=note)

@@ -164,6 +164,11 @@ def predict(
     trace_script = partial(of_script, str(target), arguments or [], wanted, batch, as_module)
     traced = trace_model(calibration=own) if target is None else trace_script(own)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
+    if job.num_gpus > 1 and traced.framework != "torch":
+        raise UsageError(
+            f"--gpus-per-job {job.num_gpus} predicts PyTorch scripts, whose gradients and layers are known; {target} is none",
+            hint="leave it out: one GPU of the job computes what this prediction says",
+        )
     if channels_last and not traced.channels_last:
         tapes = {policy: pair.stored_channels_last() for policy, pair in traced.tapes.items()}
         plans = [replace(traced, tapes=tapes), *plans[1:]]
@@ -380,6 +385,11 @@ def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple
     """Return the lines of a batch script that request ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
     from mezzo.records import Note
 
+    needs = (
+        "memory, which is not predicted,"
+        if prediction.no_memory
+        else f"{prediction.device_bytes / 2**30:.1f} GiB of GPU memory"
+    )
     gib = max(16, 8 * math.ceil(num_gpus * (prediction.device_bytes / 2**30 + _SPARE_GIB) / 8))
     kind = (
         gpu.name.split("-")[0] if gpu.name.startswith(("a100", "h100", "h200", "v100")) else gpu.name.replace("-", "_")
@@ -401,7 +411,7 @@ def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple
         Note(
             what="--mem",
             value=f"{gib}G",
-            reason=f"the step's {prediction.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
+            reason=f"the step's {needs} and {_SPARE_GIB} GiB for data{each}, in steps of 8",
         ),
         Note(what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"),
         Note(what="--time", value="not set", reason="Mezzo does not know how many steps you train"),

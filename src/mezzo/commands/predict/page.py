@@ -92,11 +92,11 @@ def _answer(record: PredictRecord) -> Headline:
         f"Predicted, not measured. {_band(record)}"
     )
     if best is not None:
-        memory = _fitting(best) or f"{fmt.bytes_text(best.allocated_bytes)} allocated"
+        memory = fmt.clean(best.no_memory) or _fitting(best) or f"{fmt.bytes_text(best.allocated_bytes)} allocated"
         over_tf32 = f"over TF32 {fmt.ratio_text(best.over_tf32)}"
         facts = [
             Fact(what=f"{fmt.clean(record.unit)}/s", value=fmt.rate_text(best.throughput), reason=band_text(best)),
-            Fact(what="memory, device", value=fmt.bytes_text(best.device_bytes), reason=memory),
+            Fact(what="memory, device", value=_device_memory(best), reason=memory),
             Fact(what="over FP32", value=fmt.ratio_text(best.over_fp32), reason=over_tf32),
         ]
         if best.largest_batch is not None:
@@ -119,6 +119,10 @@ def _fitting(best: Prediction) -> str:
     return f"fits: {1 - best.device_bytes / best.gpu_bytes:.0%} of {fmt.bytes_text(best.gpu_bytes)} stays free"
 
 
+def _device_memory(prediction: Prediction) -> str:
+    return fmt.MISSING if prediction.no_memory else fmt.bytes_text(prediction.device_bytes)
+
+
 def _band(record: PredictRecord) -> str:
     if all(prediction.gpu == "cpu" for prediction in record.predictions):
         return (
@@ -129,9 +133,11 @@ def _band(record: PredictRecord) -> str:
         if any(prediction.calibrated for prediction in record.predictions)
         else ""
     )
+    fits = f"; the largest batch fits into {1 - record.headroom:.0%} of the memory"
+    no_memory = any(prediction.no_memory for prediction in record.predictions)
     return (
-        f"Each band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit{measured}; "
-        f"the largest batch fits into {1 - record.headroom:.0%} of the memory."
+        f"Each band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit{measured}"
+        f"{'' if no_memory else fits}."
     )
 
 
@@ -209,7 +215,7 @@ def _fit(record: PredictRecord) -> list[Fact]:
     """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
     by_gpu: dict[str, list[Prediction]] = {}
     for prediction in record.predictions:
-        if prediction.possible:
+        if prediction.possible and not prediction.no_memory:
             by_gpu.setdefault(prediction.gpu, []).append(prediction)
     lines = []
     for gpu, group in by_gpu.items():
@@ -258,7 +264,7 @@ def _row(prediction: Prediction, *, has_cost: bool) -> tuple[str | Cell, ...]:
         fmt.rate_text(prediction.throughput),
         band_text(prediction),
         fmt.ms_text(prediction.step_ms),
-        fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else ", too much"),
+        _device_memory(prediction) + (", too much" if prediction.fits is False else ""),
         largest_text(prediction),
         fmt.ratio_text(prediction.over_fp32),
         *([cost] if has_cost else []),
@@ -285,7 +291,7 @@ def _worth(record: PredictRecord) -> FactTable:
     rows = []
     for one in record.predictions:
         sizes = (one.allocated_bytes, one.reserved_bytes, one.device_bytes)
-        value = " / ".join(map(fmt.bytes_text, sizes)) if one.possible else fmt.MISSING
+        value = " / ".join(map(fmt.bytes_text, sizes)) if one.possible and not one.no_memory else fmt.MISSING
         what = f"{fmt.clean(one.gpu)}, {policy_and_plan(one)}"
         rows.append(Fact(what=what, value=value, reason=verdict_text(one, _trade(one, record))))
     return FactTable(rows=rows, heads=("", "allocated / reserved / device", "is it worth it?"))
@@ -313,7 +319,7 @@ def verdict_text(prediction: Prediction, trade: str = "") -> str:
         return f"{fmt.clean(prediction.reason)}."
     basis = "" if prediction.validated else "Not validated: no measurements to compare it with."
     notes = [
-        "" if prediction.fits else "Does not fit.",
+        "Does not fit." if prediction.fits is False else "",
         trade or prediction.verdict,
         f"{prediction.reason}." if prediction.reason else "",
         "The rates were measured on this machine; the band comes from its calibration."
@@ -422,14 +428,20 @@ def real_gpus_sections(predicted: RealGpus | None, rows: Sequence[Row]) -> list[
     ]
 
 
+_WITHOUT_NUMBERS = "A step was traced on this machine without computing its numbers, and"
+
+
 def _traced(predicted: RealGpus) -> str:
     """Return how the predictions were made."""
     of_batch = "" if predicted.unit == "steps" else f"Batch {predicted.batch} of this script. "
     possible = [prediction for prediction in predicted.predictions if prediction.possible]
-    fits = "" if all(prediction.fits for prediction in possible) else " A batch that does not fit is marked."
+    fits = " A batch that does not fit is marked." if any(one.fits is False for one in possible) else ""
+    how = "The operations of one real step on this machine were" if predicted.observed else _WITHOUT_NUMBERS
+    unknown = [one.no_memory for one in possible if one.no_memory]
+    memory = f"No memory: {fmt.clean(unknown[0])}." if unknown else f"Memory is what nvidia-smi would show.{fits}"
     return (
-        f"{of_batch}A step was traced on this machine without computing its numbers, and timed by formulas that are calibrated on "
-        f"public measurements (docs/predict.md); each band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}"
+        f"{of_batch}{how} timed by formulas that are calibrated on public measurements (docs/predict.md); "
+        f"each band contains 8 of 10 measured trainings. {memory}"
     )
 
 
@@ -444,7 +456,7 @@ def _real_gpu(prediction: Prediction) -> tuple[str, ...]:
     head = fmt.clean(prediction.gpu), fmt.clean(prediction.policy)
     if not prediction.possible:
         return (*head, *[fmt.MISSING] * 7)
-    memory = fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else " (does not fit)")
+    memory = _device_memory(prediction) + (" (does not fit)" if prediction.fits is False else "")
     return (
         *head,
         fmt.rate_text(prediction.throughput),
@@ -479,7 +491,7 @@ def _next(record: PredictRecord) -> Iterator[tuple[str, str]]:
     tight = [
         prediction
         for prediction in record.predictions
-        if prediction.possible and not prediction.fits and prediction.gpu != "cpu"
+        if prediction.possible and prediction.fits is False and prediction.gpu != "cpu"
     ]
     budgets = [(prediction, kept) for prediction in tight if (kept := _left_for_activations(prediction)) is not None]
     if budgets:

@@ -88,8 +88,10 @@ class Prediction(Value):
     """What ``nvidia-smi`` would show: reserved, and the driver's part."""
     memory_bytes: dict[str, int] = {}
     """The allocated peak by kind."""
-    fits: bool = False
-    """Whether the batch fits when the allocator is replayed under the GPU's memory."""
+    no_memory: str = ""
+    """Why memory is not predicted; empty where it is."""
+    fits: bool | None = False
+    """Whether the batch fits when the allocator is replayed under the GPU's memory; None where memory is not predicted."""
     largest_batch: int | None = None
     """The largest that fits with the record's headroom, within ``largest_limit``; None if other sizes do not follow."""
     largest_limit: Literal["memory", "data set", "measured"] = "memory"
@@ -174,6 +176,8 @@ class RealGpus(Value):
     not_predicted: list[Note] = []
     reason: str = ""
     """Why nothing was predicted; empty if something was."""
+    observed: bool = False
+    """Whether a real step on this machine showed the operations; otherwise they were traced without numbers."""
     assumptions: list[Note] = []
     own_gpu: str = ""
     """The GPU of the runs, if it is one of ``gpus``."""
@@ -216,7 +220,9 @@ class PredictRecord(WholeRecord):
     def best(self) -> Prediction | None:
         """The fastest of the predictions that fit; None if none does."""
         return max(
-            (one for one in self.predictions if one.possible and one.fits), key=lambda one: one.throughput, default=None
+            (one for one in self.predictions if one.possible and one.fits is not False),
+            key=lambda one: one.throughput,
+            default=None,
         )
 
     @property

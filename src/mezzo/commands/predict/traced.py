@@ -17,11 +17,12 @@ import typer
 
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import results, values
-from mezzo.cli.script import Script, check_supported, keep_input_for
+from mezzo.cli.script import Script, keep_input_for
 from mezzo.cli.values import NONE, names_in
 from mezzo.cli.words import typed, value_after
 from mezzo.error_texts import is_of_full_host
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
+from mezzo.frameworks import framework_called, framework_of
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from mezzo.measure.predict.plan import Tapes
     from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.records import DataSet, LoaderRate, Note, Prediction, RealGpus, RunRecord
+
+
+_PYTORCH = "torch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,7 @@ class Traced:
     """What a script's loader delivers on this machine."""
     on_cpu: Prediction | None = None
     """The prediction for this machine's CPU, if one was requested."""
+    framework: str = "torch"
 
 
 def of_model(
@@ -241,8 +246,10 @@ def of_script(
     calibration: Calibration | None = None,
 ) -> Traced:
     """Return the tapes of a script, and its prediction for a calibrated CPU."""
-    check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
+    framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != _PYTORCH:
+        return _of_other_framework(target, arguments, policies, batch, as_module, framework=framework)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     with stoppable() as stop, stop.at_once(), tracing(target, as_module=as_module):
         from mezzo.measure.predict import plan  # these import torch, as the other process does at the same time
@@ -261,6 +268,27 @@ def of_script(
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
     return Traced(name=target, size="the script's own inputs", on_cpu=on_cpu, **vars(script_tapes))
+
+
+def _of_other_framework(
+    target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool, *, framework: str
+) -> Traced:
+    """Return the tapes of a Keras or Paddle script, which one real step in each of two formats shows."""
+    from mezzo.commands.predict.observed import observed_plan
+    from mezzo.measure.predict.plan import failure, to_record
+    from mezzo.policy import Policy
+
+    for policy in policies:
+        framework_called(framework).check(Policy.parse(policy))
+    recorded = to_record(policies)
+    results.note(
+        f"running {target} for two steps, {'twice' if len(recorded) > 1 else 'once'}, to see the operations of a step"
+    )
+    plan = observed_plan(target, arguments, recorded, batch=batch, as_module=as_module)
+    failures = [failure(policy, plan.refused) for policy in policies]
+    if all(failures):
+        raise ScriptError(f"{target} {failures[0]}", hint="predict it in FP32: --policies fp32,tf32")
+    return Traced(name=target, size="the script's own inputs", framework=framework, **vars(plan))
 
 
 def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
@@ -287,14 +315,22 @@ def assumptions(channels_last: bool, traced: Traced, job: GpuGroup, *, only_opti
     own_layout = traced.channels_last
     why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
     layout = Note(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
-    return [
+    by_default = {
+        _PYTORCH: "torch's default is convolutions in TF32 and matrix products in FP32, which is between the two"
+    }
+    common = [
         *([] if own_layout is None else [layout]),
         Note(
             what="fp32 and tf32",
             value="all products in one of them",
-            reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
+            reason=by_default.get(traced.framework, "the framework's default is TF32 on a GPU that has it"),
         ),
         _input_pipeline(traced),
+    ]
+    if traced.framework != _PYTORCH:
+        return common
+    return [
+        *common,
         Note(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
@@ -377,17 +413,25 @@ def predicted_for(
     if not trained or gpus == [] or (gpus is None and measured):
         return None
     library = trained[0].library
-    from mezzo.records import RealGpus
 
-    if library != "torch":
-        listed = [gpu.name for gpu in gpus or []]
-        return RealGpus(gpus=listed, reason=f"trainings in {library} are not predicted")
     cards = gpus or [GPUS[name] for name in _USUAL]
-    say(
-        f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"
+    how = (
+        "tracing the script without computing its numbers"
+        if library == _PYTORCH
+        else "from the operations of one real step"
     )
+    say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: {how}")
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
+    settings: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s}
+    if library != _PYTORCH:
+        from mezzo.commands.predict.observed import observed_plan
+        from mezzo.measure.predict.script.plan import real_gpus
+
+        with stoppable() as stop, suppress(Stopped):
+            predicted = real_gpus(script.target, arguments, policies, cards, plan_of=observed_plan, **settings)
+            return None if stop.stopped else predicted.model_copy(update={"observed": True})
+        return None
     with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
         # these import torch, as the other process does at the same time
         from mezzo.measure.predict.calibrate import device_name, saved_calibration
@@ -396,8 +440,7 @@ def predicted_for(
         here = trained[0].environment
         own = saved_calibration(device_name("cpu")) if here.device == "cpu" else None
         calibration = own if own is not None and own.threads == here.threads else None
-        how: dict[str, Any] = {"as_module": script.as_module, "limit_s": limit_s, "calibration": calibration}
-        predicted = real_gpus(script.target, arguments, policies, cards, **how)
+        predicted = real_gpus(script.target, arguments, policies, cards, calibration=calibration, **settings)
         gpu = find_gpu(here.gpu) if here.gpu and here.device != "cpu" else None
         if gpu is not None and gpu.name in predicted.gpus:
             predicted = predicted.model_copy(update={"own_gpu": gpu.name})

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
@@ -76,7 +77,13 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
         shift_keras(seed, patches)
     backend = _backend_of(name, run)
     is_audit = name == "tensorflow" and isinstance(observe, AuditSettings)
-    run.begin(backend, **{"audit" if is_audit else "observed": observer})
+    tape = None
+    if run.tape_file is not None:
+        from mezzo.launch.keras.step_tape import StepTape
+
+        tape = StepTape(run.tape_file, numbered=name == "tensorflow")
+        tape.install(patches)
+    run.begin(backend, tape=tape, **{"audit" if is_audit else "observed": observer})
     layers = Layers(run, backend)
     layers.install(patches)
     Updates(run, backend, layers).install(patches)
@@ -148,6 +155,10 @@ class KerasTraining(WithoutPyTorch):
         """Stop the script at ``limit``."""
         self._run.limit = limit
 
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of one step from now on."""
+        self._run.begin_tape(path)
+
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change nothing; return a function that returns the input of a step, in elements. A change that is wanted is refused."""
         if changes.channels_last or changes.compiles or changes.checkpoint:
@@ -185,6 +196,8 @@ class KerasTraining(WithoutPyTorch):
 
     def close_update(self) -> None:
         """Close the step that is still open for an observer, and read the remaining steps."""
+        if self._run.tape is not None:
+            self._run.tape.write()
         if self._run.observed is not None:
             self._run.observed.close_update()
         if self._run.backend is not None:

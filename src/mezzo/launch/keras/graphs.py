@@ -26,7 +26,7 @@ from mezzo.launch.keras.state import reaches
 StaticShape = Sequence[int | None]
 Attribute = Callable[[str], Any]
 See = Callable[[Any, str, set[str]], None]
-_BACKWARD = "gradient_tape/"
+BACKWARD = "gradient_tape/"
 _SOURCES = {"Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "BroadcastGradientArgs"}
 _LOOPS = {"While", "StatelessWhile"}
 _SHAPE_ATTRIBUTES = {"Placeholder": "shape"} | dict.fromkeys(
@@ -99,12 +99,12 @@ def count(graph: Any, *, batch: int | None, see: See | None = None) -> GraphCoun
     counts = GraphCounts()
     definition = graph.as_graph_def(add_shapes=True)
     library = {f.signature.name: f for f in definition.library.function}
-    live = _live(definition.node, [t.name for t in graph.outputs])
-    _Walk(library, batch, counts, see).through(_import_again(definition, batch, counts), live, scope="")
+    live = running(definition.node, [t.name for t in graph.outputs])
+    _Walk(library, batch, counts, see).through(import_again(definition, batch, counts), live, scope="")
     return counts
 
 
-def _import_again(definition: Any, batch: int | None, counts: GraphCounts) -> Any:
+def import_again(definition: Any, batch: int | None, counts: GraphCounts) -> Any:
     """Return the graph of a definition, with all sizes that follow from the batch size."""
     _fill(definition.node, batch, counts.variables)
     graph = tf.Graph()
@@ -118,12 +118,12 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
     for node in nodes:
         if node.op in _READS and _TRACED_SHAPES in node.attr:
             shape, dtype = node.attr[_TRACED_SHAPES].list.shape[0], node.attr["dtype"].type
-            _replace(node, "Placeholder")
+            turn_into(node, "Placeholder")
             variables.add(node.name)
             node.attr["shape"].shape.CopyFrom(shape)
             node.attr["dtype"].type = dtype
         elif node.op.startswith(_WRITES):
-            _replace(node, "NoOp")
+            turn_into(node, "NoOp")
         for name in (_TRACED_SHAPES, "_class"):  # the second refers to the device of a node that may be gone
             node.attr.pop(name, None)
         attribute = _SHAPE_ATTRIBUTES.get(node.op)
@@ -135,13 +135,14 @@ def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
                 shape.dim[0].size = batch
 
 
-def _replace(node: Any, op: str) -> None:
+def turn_into(node: Any, op: str) -> None:
+    """Turn a node of a definition into another operation, without inputs."""
     node.op = op
     del node.input[:]
     node.attr.clear()
 
 
-def _live(nodes: Any, results: Iterable[str]) -> set[str]:
+def running(nodes: Any, results: Iterable[str]) -> set[str]:
     """Return the names of the nodes that a result or a side effect needs: these run.
 
     The tape adds the gradient of a convolution's input even if nothing uses it.
@@ -182,10 +183,10 @@ class _Walk:
             if op.type in PRODUCTS:
                 add(op, counts)
             counts.loops += op.type in _LOOPS
-            for name in _called(op):
+            for name in called_by(op):
                 if name in self.library:
                     called = self.library[name]
-                    inside = _live(called.node_def, [*called.ret.values(), *called.control_ret.values()])
+                    inside = running(called.node_def, [*called.ret.values(), *called.control_ret.values()])
                     self.through(_body(called, op, self.batch, counts), inside, scope=f"{scope}/{op.name}")
         counts.activations_bytes += sum(map(_bytes, _activations(operations, counts.variables)))
 
@@ -202,7 +203,7 @@ def add(op: Any, counts: GraphCounts) -> None:
         counts.unknown += 1
 
 
-def _called(op: Any) -> Iterator[str]:
+def called_by(op: Any) -> Iterator[str]:
     """Yield the names of the functions that an operation runs."""
     for name, value in op.node_def.attr.items():
         if name.startswith("_") or name == "cond":
@@ -220,19 +221,19 @@ def _body(definition: Any, op: Any, batch: int | None, counts: GraphCounts) -> A
     graph, _ = function_def_to_graph.function_def_to_graph_def(
         definition, input_shapes=shapes, include_library_functions=True
     )
-    return _import_again(graph, batch, counts)
+    return import_again(graph, batch, counts)
 
 
 def _activations(operations: Iterable[Any], variables: set[str]) -> Iterator[Any]:
     """Yield the tensors computed in the forward pass that the backward pass reads, each once."""
     seen: set[str] = set()
     for op in operations:
-        if _BACKWARD not in op.name:
+        if BACKWARD not in op.name:
             continue
         for tensor in op.inputs:
             producer = tensor.op
             is_computed = producer.type not in _SOURCES and producer.name not in variables
-            if is_computed and _BACKWARD not in producer.name and tensor.name not in seen:
+            if is_computed and BACKWARD not in producer.name and tensor.name not in seen:
                 seen.add(tensor.name)
                 yield tensor
 

@@ -25,6 +25,7 @@ import keras
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.frameworks.keras import tf32_of
+from mezzo.launch.keras.jaxpr_tape import step_graph
 from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format, mixed_scaling
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -58,6 +59,10 @@ class JaxBackend(Backend):
         import keras
 
         self._patches = patches
+        if self._run.tape is not None:
+            self._run.tape.refuse(
+                "its training loop is its own, and on JAX the operations of fit alone are seen: use fit or train_step"
+            )
         patches.wrap(jax, "value_and_grad", self._value_and_grad)
         patches.wrap(jax, "grad", self._grad)
         base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
@@ -72,7 +77,9 @@ class JaxBackend(Backend):
             jax.config.update("jax_default_matmul_precision", _PRECISION[on])
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together."""
+        """Return the norm of all gradients together; NaN where the step's operations are recorded for a prediction."""
+        if self._run.tape is not None:
+            return jnp.float32(math.nan)
         known = [jnp.sum(jnp.square(jnp.asarray(g, jnp.float32))) for g in gradients if g is not None]
         total = jnp.sqrt(sum(known, start=jnp.float32(0)))
         return total if scale is None else total / jnp.asarray(getattr(scale, "value", scale))
@@ -238,12 +245,26 @@ class JaxBackend(Backend):
 
     def _counted(self, original: Method, model: Any, state: Any, data: Any) -> Any:
         if not self.counted.flops:
-            self._count(functools.partial(self._step, original, model), state, data)
+            step = functools.partial(self._step, original, model)
+            self._count(step, state, data) if self._run.tape is None else self._record(step, state, data)
         return self._step(original, model, state, data)
 
     def _step(self, original: Method, model: Any, state: Any, data: Any) -> Any:
         with self._scaling.step(model.optimizer, state[_OPTIMIZER]):
             return original(model, state, data)
+
+    def _record(self, step: Method, state: Any, data: Any) -> None:
+        """Record the operations of a step for a prediction."""
+        self.counted = CountedStep({"recorded": 1})
+        batch = next((int(leaf.shape[0]) for leaf in jax.tree.leaves(data) if leaf.ndim), None)
+
+        def graph_at(size: int | None) -> Any:
+            try:
+                return step_graph(jax.make_jaxpr(step)(state, _with_batch(data, batch, size)), self._run.tape)
+            finally:
+                self._losses = []
+
+        self._run.tape.record(graph_at, batch=batch, optimizer=lambda: self._run.optimizer_name)
 
     def _count(self, step: Method, state: Any, data: Any) -> None:
         """Trace a step once more, and count its products."""
@@ -261,6 +282,16 @@ class JaxBackend(Backend):
         tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
         flops = by_format(by_dtype, tf32=tf32)
         self.counted = CountedStep(flops, 1 if flops else None)
+
+
+def _with_batch(data: Any, batch: int | None, size: int | None) -> Any:
+    """Return the shapes of a step's data with another batch."""
+
+    def resized(leaf: Any) -> Any:
+        first = (size,) if leaf.ndim and leaf.shape[0] == batch else leaf.shape[:1]
+        return jax.ShapeDtypeStruct((*first, *leaf.shape[1:]), leaf.dtype)
+
+    return data if size == batch else jax.tree.map(resized, data)
 
 
 def _sum(losses: Sequence[Any]) -> Any:

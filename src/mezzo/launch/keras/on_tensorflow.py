@@ -25,6 +25,7 @@ from tensorflow.python.ops import resource_variable_ops
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
+from mezzo.launch.keras.graph_tape import step_graph
 from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -47,6 +48,10 @@ def own_operations() -> Iterator[None]:
             state.add_op_callback(callback)
 
 
+_EAGER = (
+    "its steps run eagerly on TensorFlow, which shows the operations of traced steps only: leave out run_eagerly=True, or decorate the "
+    "function of the step with tf.function"
+)
 _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_callbacks")
 
 
@@ -117,7 +122,9 @@ class TensorFlowBackend(Backend):
 
     @own_operations()
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together."""
+        """Return the norm of all gradients together; NaN where the step's operations are recorded for a prediction."""
+        if self._run.tape is not None:
+            return tf.constant(math.nan)
         values = [_summed(g) for g in gradients if g is not None]
         if scale is not None:
             values = [v / tf.convert_to_tensor(scale) for v in values]
@@ -163,6 +170,8 @@ class TensorFlowBackend(Backend):
         if tf.executing_eagerly():
             if self._run.audit is not None:
                 self._run.audit.refuse_eager()
+            if self._run.tape is not None:
+                self._run.tape.refuse(_EAGER)
             num = self._run.steps.num_closed
             self._ledger.collect()
             if self._run.steps.num_closed > num:
@@ -275,8 +284,10 @@ class TensorFlowBackend(Backend):
         finally:
             self._calls.pop()
         if not self._calls and id(function) in self._updating:
-            self._ledger.collect()
-            self._count_graph()
+            try:
+                self._ledger.collect()
+            finally:  # the step at which a limit stops the script counts too
+                self._count_graph()
             if self._run.audit is not None:
                 self._run.audit.stop_after(self._run.steps.num_closed)
         return result
@@ -297,6 +308,10 @@ class TensorFlowBackend(Backend):
         if self._counted or self._graph is None or not self._run.steps.num_closed:
             return
         self._counted = True
+        if self._run.tape is not None:
+            graph_at = functools.partial(step_graph, self._graph, tape=self._run.tape)
+            self._run.tape.record(graph_at, batch=self._ledger.last_batch, optimizer=lambda: self._run.optimizer_name)
+            return
         try:
             see = None if self._run.audit is None else self._run.audit.see
             counts = graphs.count(self._graph, batch=self._ledger.last_batch, see=see)

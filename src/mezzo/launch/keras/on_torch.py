@@ -5,14 +5,17 @@ One step, the second, is counted by ``measure.flops`` and ``measure.memory``, as
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,6 +28,9 @@ from mezzo.launch.torch.own_amp import keep_fp32_products
 from mezzo.launch.torch.update_losses import given_gradients, listed, reusable
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
+from mezzo.measure.predict.operations import dropout_as_cuda
+from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.script.observed import ObservedTape
 
 
 class TorchBackend(Backend):
@@ -46,6 +52,8 @@ class TorchBackend(Backend):
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
         self._counted = False
+        self._step: TorchStep | None = None
+        """Records a step for a prediction."""
         self.name = f"torch {torch.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -54,6 +62,9 @@ class TorchBackend(Backend):
         if self._run.observed is not None:
             self._counted = True  # only one dispatch mode at a time: the observer counts
             self._run.observed.install(patches)
+        if self._run.tape is not None:
+            self._counted, self._step = True, TorchStep(self._run)
+            patches.around(keras.Layer, "__call__", self._called)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         patches.around(variable, "_initialize", self._initialize)
         patches.around(torch.autograd, "grad", self._grad)
@@ -63,11 +74,15 @@ class TorchBackend(Backend):
 
     def layer_called(self, inputs: Any) -> None:
         """Keep the size of the first input: a backward pass that follows makes it part of a step's."""
+        if self._step is not None:
+            self._step.inputs(keras.tree.flatten(inputs))
         first = next((x for x in keras.tree.flatten(inputs) if isinstance(x, Tensor)), None)
         self._num_inputs = 0 if first is None else first.numel()
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together."""
+        """Return the norm of all gradients together; NaN where the step's operations are recorded for a prediction."""
+        if self._step is not None:
+            return math.nan
         known = [torch.linalg.vector_norm(_values(g).float()) for g in gradients if g is not None]
         total = torch.linalg.vector_norm(torch.stack(known))
         if scale is None:
@@ -102,12 +117,16 @@ class TorchBackend(Backend):
             self._run.observed.step_made(skipped=skipped, scale=None if scale is None else float(scale))
         if self._count is not None:
             self._end_count()
+        if self._step is not None:
+            self._step.end() if self._step.recording else self._step.begin()
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
         if not self._counted:
             self._begin_count()
 
     def finish(self) -> None:
         """End the count, if one is open."""
+        if self._step is not None:
+            self._step.close()
         if self._count is not None:
             self._count.close()
             self._count = None
@@ -144,6 +163,8 @@ class TorchBackend(Backend):
     ) -> Any:
         """Run a backward pass, which starts from the scale if the script did not scale the loss itself."""
         self._in_backward = True
+        if self._step is not None:
+            self._step.backward_begins()
         try:
             if not self._run.scales or self._run.is_scaled:
                 return engine(tensors, starts, *args, **kwargs)
@@ -158,6 +179,12 @@ class TorchBackend(Backend):
                     hook.remove()
         finally:
             self._divisor, self._in_backward = None, False
+            if self._step is not None:
+                self._step.backward_ended()
+
+    def _called(self, original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._step is not None
+        return self._step.called(layer.name, functools.partial(original, layer, *args, **kwargs))
 
     def _other_leaves(self, losses: list[Tensor]) -> Iterator[Tensor]:
         """Yield the leaves of a graph that are no trained variables, such as a model's input: their gradients are unscaled too.
@@ -254,3 +281,109 @@ def _times(loss: Tensor, start: Tensor | None) -> Tensor:
     """Return the sum of a loss times the gradient from which its backward pass starts, which is 1 for every value if None."""
     value = loss.detach()
     return (value if start is None else value * start.detach()).sum()
+
+
+# For a prediction the second step is recorded by the recorder of PyTorch scripts, with its memory. It runs on the CPU with numbers, so
+# attention is the CPU's fused kernel, which moves what CUDA's does.
+
+
+class TorchStep:
+    """The recorder of one step, from the end of the update before it to the end of its own."""
+
+    def __init__(self, run: KerasRun) -> None:
+        self._run = run
+        self._open = ExitStack()
+        self._recorder: Recorder | None = None
+        self._modules: list[str] = []
+        self._batch = 0
+        self._adopted = False
+        """Whether the recorder knows what existed before the step."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step is being recorded."""
+        return self._recorder is not None
+
+    def begin(self) -> None:
+        """Begin the step."""
+        recorder = Recorder(batch=1, recording=False)
+        recorder.step_begins()
+        recorder.begin("forward")
+        self._recorder, self._adopted = recorder, False
+        original = F.dropout
+        self._open.callback(functools.partial(setattr, F, "dropout", original))
+        F.dropout = dropout_as_cuda
+        self._open.enter_context(recorder)
+
+    def _adopt(self, recorder: Recorder) -> None:
+        """Allocate what exists: the model, its gradients and the optimizer's state, which are known once the update before is over."""
+        run, self._adopted = self._run, True
+        trained = _tensors(run.variables.values())
+        recorder.add_existing(trained, "parameters")
+        recorder.add_existing((value.grad for value in trained if value.grad is not None), "gradients")
+        state = (v for one in run.optimizers.values() for v in one.variables if id(v) not in run.variables)
+        recorder.add_existing(_tensors(state), "optimizer")
+        recorder.add_existing(_tensors(run.tape.other_variables()), "buffers")
+
+    def inputs(self, inputs: Iterable[Any]) -> None:
+        """Note the inputs of a layer that is called from outside any layer."""
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        if self._recorder is None or self._recorder.phase != "forward" or not tensors:
+            return
+        self._recorder.add_existing(tensors, "inputs")
+        if not self._batch and tensors[0].dim():
+            self._batch = int(tensors[0].shape[0])
+
+    def called(self, layer: str, call: Callable[[], Any]) -> Any:
+        """Call a layer whose operations are its own."""
+        if self._recorder is not None and not self._adopted:
+            self._adopt(self._recorder)
+        self._modules.append(layer)
+        self._name()
+        try:
+            return call()
+        finally:
+            self._modules.pop()
+            self._name()
+
+    def _name(self) -> None:
+        if self._recorder is not None:
+            self._recorder.name_module(".".join(self._modules[1:] or self._modules))
+
+    def backward_begins(self) -> None:
+        """Begin the backward pass."""
+        if self._recorder is not None:
+            self._recorder.backward_begins()
+
+    def backward_ended(self) -> None:
+        """End the backward pass: what follows belongs to the update."""
+        if self._recorder is not None:
+            gradients = (value.grad for value in _tensors(self._run.variables.values()) if value.grad is not None)
+            self._recorder.label(gradients, "gradients")
+            self._recorder.update_begins()
+
+    def end(self) -> None:
+        """End the step and keep its tape."""
+        recorder, self._recorder = self._recorder, None
+        self._open.close()
+        assert recorder is not None
+        tape = replace(recorder.finished(len(recorder.tape.events)), batch=self._batch or 1)
+        self._run.tape.observed = ObservedTape(
+            tapes=[tape],
+            known_batch=self._batch > 0,
+            no_other_batch="one real step has shown its own batch only",
+            optimizer=self._run.optimizer_name,
+            channels_last=any(map(_is_channels_last, _tensors(self._run.variables.values()))),
+        )
+
+    def close(self) -> None:
+        """Stop recording a step that has not ended."""
+        self._open.close()
+
+
+def _tensors(variables: Iterable[Any]) -> list[Tensor]:
+    return [variable.value for variable in variables]
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous()

@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -171,6 +172,10 @@ class KerasRun:
         (``launch.keras.nonfinite_values.ObservedTensorFlow``); None if only its steps are recorded."""
         self.audit: Any = None
         """The audit of TensorFlow's graph (``launch.keras.graph_audit.GraphAudit``); None for every other command."""
+        self.tape_file: Path | None = None
+        """Where the tape is written."""
+        self.tape: Any = None
+        """The tape of the step for a prediction (``launch.keras.step_tape.StepTape``); None for every other command."""
         self.own_dtypes: WeakSet[Any] = WeakSet()
         """Layers whose dtype the script sets."""
         self.returned_formats: dict[int, Any] = {}
@@ -191,9 +196,19 @@ class KerasRun:
         self._kinds: set[bool] = set()
         """Whether the losses of the backward passes since the last update were scaled by the script."""
 
-    def begin(self, backend: Backend, *, observed: Any = None, audit: Any = None) -> None:
+    def begin(self, backend: Backend, *, observed: Any = None, audit: Any = None, tape: Any = None) -> None:
         """Begin on the backend that the script has chosen, with the observer of the command, if it has one."""
-        self.backend, self.observed, self.audit = backend, observed, audit
+        self.backend, self.observed, self.audit, self.tape = backend, observed, audit, tape
+
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of a step for ``path``, and end the script after its second."""
+        self.tape_file, self.limit = path, StepLimit(steps=2, seconds=None)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizers that have made updates, as written in records."""
+        inner = (getattr(one, "inner_optimizer", one) for one in self.optimizers.values())
+        return ", ".join(dict.fromkeys(type(one).__name__ for one in inner))
 
     @property
     def scales(self) -> bool:

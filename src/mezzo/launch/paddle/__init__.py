@@ -11,7 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import paddle
 import paddle.distributed as dist
@@ -34,6 +35,9 @@ from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Note, Steps
+
+if TYPE_CHECKING:
+    from mezzo.launch.paddle.step_tape import StepTape
 
 
 @contextmanager
@@ -65,7 +69,7 @@ def training(
         observer = None if observe is None else _observer(observe, run, patches)
         if observer is None:
             counted.install(patches)
-        yield PaddleTraining(run, counted, observer)
+        yield PaddleTraining(run, counted, observer, patches=patches)
         with suppress(StopScript):
             run.close_update()
     finally:
@@ -89,8 +93,11 @@ class PaddleTraining(WithoutPyTorch):
     stage = "Paddle"
     follows_processes = True
 
-    def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
-        self._run, self._counted = run, counted
+    def __init__(
+        self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None, *, patches: Patches
+    ) -> None:
+        self._run, self._counted, self._patches = run, counted, patches
+        self._tape: StepTape | None = None
         self.observer = observer
         self.framework = f"paddle {paddle.__version__}"
 
@@ -104,12 +111,21 @@ class PaddleTraining(WithoutPyTorch):
         """Whether the open step has a loss."""
         return self._run.steps.has_loss()
 
+    def begin_tape(self, path: Path) -> None:
+        """Record the operations of the second step, and end the script after it."""
+        from mezzo.launch.paddle.step_tape import StepTape
+
+        self._tape = StepTape(self._run, path)
+        self._tape.install(self._patches)
+
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
         """Close the update that is open."""
+        if self._tape is not None:
+            self._tape.write()
         self._run.close_update()
 
     def steps(self) -> Steps:

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 from weakref import WeakKeyDictionary
@@ -286,6 +287,10 @@ class TorchTraining:
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``."""
         self._run.stop_after(limit)
+
+    def begin_tape(self, path: Path) -> None:
+        """Refuse: a PyTorch script is traced without numbers, in a process of its own (``measure.predict.script``)."""
+        raise NotImplementedError
 
     def begin_stand_in(self) -> None:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device."""

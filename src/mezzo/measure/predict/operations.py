@@ -251,7 +251,7 @@ _FLASH_HEAD = 256
 def cuda_operators() -> Iterator[None]:
     """Replace the functions for the block."""
     originals = F.dropout, F.scaled_dot_product_attention
-    F.dropout, F.scaled_dot_product_attention = _dropout, _attention
+    F.dropout, F.scaled_dot_product_attention = dropout_as_cuda, _attention
     try:
         with recurrent_layers(_cast):
             yield
@@ -259,7 +259,8 @@ def cuda_operators() -> Iterator[None]:
         F.dropout, F.scaled_dot_product_attention = originals
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def dropout_as_cuda(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop values as CUDA does, with a mask of booleans; in the place of ``torch.nn.functional.dropout``."""
     if not training or p == 0:
         return input
     result: Tensor = aten.native_dropout(input, p, True)[0]

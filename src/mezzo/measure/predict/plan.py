@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Tapes:
     second: TrainingTape | None
     num_batches: int = 1
     """Batches that one update accumulates."""
+    no_memory: str = ""
+    """Why the tapes show no memory; empty if they do."""
     _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
     largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """The largest batch by memory, workspace, matrix formats and job: GPUs and policies with equal values share it."""
@@ -81,7 +83,7 @@ class Tapes:
     def stored_channels_last(self) -> Tapes:
         """Return the tapes of the same training with its images stored channels-last."""
         second = None if self.second is None else stored_channels_last(self.second)
-        return Tapes(stored_channels_last(self.first), second, self.num_batches)
+        return replace(self, first=stored_channels_last(self.first), second=second, _derived={}, largest={}, peaks={})
 
     @classmethod
     def record(cls, record: Callable[[int], TrainingTape], batch: int) -> Tapes:
@@ -145,10 +147,10 @@ def predict(
     has_tf32 = gpu.tf32_flops_per_s is not None
     over_tf32 = conditions.step(fp32_tape, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
-    memory = _unlimited(policy_tapes, batch, conditions, policy)
+    memory = None if policy_tapes.no_memory else _unlimited(policy_tapes, batch, conditions, policy)
     rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
     limit = limit_of(policy_tapes, batch, data, num_gpus=job.num_gpus)
-    largest = _largest_batch(policy_tapes, conditions, policy, most=limit.most)
+    largest = None if memory is None else _largest_batch(policy_tapes, conditions, policy, most=limit.most)
     low, high = conditions.band
     copy_s = copied_bytes(tape) / link_of(gpu, to="host").bytes_per_s
     copies = tape.batch * policy_tapes.num_batches / copy_s if copy_s else math.inf
@@ -158,7 +160,8 @@ def predict(
             policy_tapes.at(largest), policy, num_batches=policy_tapes.num_batches
         )
     if not is_fp32:
-        share = memory.reserved_bytes / _unlimited(tapes["fp32"], batch, conditions, "fp32").reserved_bytes
+        in_fp32 = None if memory is None else _unlimited(tapes["fp32"], batch, conditions, "fp32")
+        share = None if memory is None or in_fp32 is None else memory.reserved_bytes / in_fp32.reserved_bytes
         over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
         sentence = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
     return Prediction(
@@ -177,11 +180,9 @@ def predict(
         throughput_high=rate * high,
         bounds=step.bounds(),
         modules=module_shares(step.tape, step.operation_s, step.kinds()),
-        allocated_bytes=memory.allocated_bytes,
-        reserved_bytes=memory.reserved_bytes,
-        device_bytes=memory.reserved_bytes + DRIVER_BYTES,
-        memory_bytes=memory.by_kind_bytes,
-        fits=_fits(policy_tapes, batch, conditions, policy, headroom=0.0),
+        **_of_memory(memory),
+        no_memory=policy_tapes.no_memory,
+        fits=None if memory is None else _fits(policy_tapes, batch, conditions, policy, headroom=0.0),
         largest_batch=largest,
         largest_limit=limit.kind if largest == limit.most else "memory",
         copy_ms=copy_s * 1e3,
@@ -222,6 +223,18 @@ def slower_than(rate: float, copies: float, loader: LoaderRate | None) -> Litera
     if rate <= min(delivered, copies):
         return ""
     return "loader" if delivered <= copies else "copies"
+
+
+def _of_memory(memory: PredictedMemory | None) -> dict[str, Any]:
+    """Return the fields of a prediction's memory; empty if it is not known."""
+    if memory is None:
+        return {}
+    return {
+        "allocated_bytes": memory.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "device_bytes": memory.reserved_bytes + DRIVER_BYTES,
+        "memory_bytes": memory.by_kind_bytes,
+    }
 
 
 def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> Prediction:
@@ -269,23 +282,29 @@ def failure(policy: str, refused: Mapping[str, str]) -> str:
 
 
 def verdict(
-    policy: str, over_fp32: float, over_tf32: float | None, memory_share: float, *, over_bf16: float | None = None
+    policy: str,
+    over_fp32: float,
+    over_tf32: float | None,
+    memory_share: float | None,
+    *,
+    over_bf16: float | None = None,
 ) -> str:
     """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
     if over_bf16 is not None:
         word = "Worth it" if over_bf16 >= WORTH_SWITCHING else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
-        return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
+        same = "" if memory_share is None else ", with BF16's memory"
+        return f"{word}: {over_bf16:.2f} times BF16's speed{same}."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
             return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
         return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
     against, gain = ("FP32", over_fp32) if over_tf32 is None or policy == "tf32" else ("TF32", over_tf32)
-    memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
+    memory = "" if policy == "tf32" or memory_share is None else f", with {memory_share:.0%} of FP32's memory"
     if gain >= WORTH_SWITCHING:
         return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
     if gain >= _EVEN:
         return f"Perhaps: {gain:.2f} times {against}'s speed is within the error of the prediction{memory}."
-    if memory_share < 0.9 and policy != "tf32":
+    if memory_share is not None and memory_share < 0.9 and policy != "tf32":
         return f"Not for speed ({gain:.2f} times {against}'s), but for memory: {memory_share:.0%} of FP32's."
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 

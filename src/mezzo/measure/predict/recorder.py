@@ -70,7 +70,8 @@ class Recorder(TorchDispatchMode):
         self.phase: TapePhase = "setup"
         self.recording = recording
         self._gpu = gpu
-        self._module = ""
+        self.running = ""
+        """The name of the running module."""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._handles: set[TapePhase] = set()
@@ -114,6 +115,10 @@ class Recorder(TorchDispatchMode):
         """Record what runs from now on, as a part of ``phase``."""
         self.phase, self.recording = phase, True
 
+    def name_module(self, name: str) -> None:
+        """Record operations from now on with this name of the running module."""
+        self.running = name
+
     def stop(self) -> None:
         """Record nothing until the next phase."""
         self.recording = False
@@ -135,14 +140,14 @@ class Recorder(TorchDispatchMode):
 
         def entering(name: str) -> Callable[..., None]:
             def enter(*_: Any) -> None:
-                outer.append(self._module)
-                self._module = name
+                outer.append(self.running)
+                self.running = name
 
             return enter
 
         def leave(*_: Any) -> None:
             if outer:  # the outermost call may have begun before its module was named
-                self._module = outer.pop()
+                self.running = outer.pop()
 
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(entering(name)))
@@ -224,8 +229,8 @@ class Recorder(TorchDispatchMode):
         if node is None:
             if self.phase == "forward":
                 # The first operation after a node is created is the node's own; operations without nodes may follow.
-                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._module)
-            return self._module
+                self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.running)
+            return self.running
         return self._modules.get(node._sequence_nr(), "")
 
     def _allocated(self, tensor: Tensor) -> int | None:

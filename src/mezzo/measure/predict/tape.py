@@ -51,7 +51,7 @@ class ProductSize(NamedTuple):
 
 ATTENTION_ROWS = 128
 """Queries, and keys, that one block of a fused attention computes together (Dao 2023, arXiv 2307.08691)."""
-_NO_SHAPE = ProductSize()
+NO_SHAPE = ProductSize()
 _MOST_OMITTED = 2
 """Samples that a linear size may leave out: differences of neighbours leave out one, and rounded halves up to two."""
 
@@ -69,7 +69,7 @@ class CostedOperation:
     """FLOPs of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
-    shape: ProductSize = _NO_SHAPE
+    shape: ProductSize = NO_SHAPE
     channels_last: bool = False
     """Whether a convolution or a normalisation over the batch computes images that are stored channels-last."""
     unaligned: bool = False
@@ -94,6 +94,8 @@ class TrainingTape:
     """The same for each call of an optimizer."""
     tries_algorithms: bool = False
     """Whether cuDNN may try its algorithms for convolutions."""
+    is_compiled: bool = False
+    """Whether the step runs as one program, so that the host does not prepare its operations."""
     read_at: list[str] = field(default_factory=list)
     """Lines of a model by name that read a number (``placeholder_numbers``)."""
     sized_at: list[str] = field(default_factory=list)

@@ -418,9 +418,7 @@ def test_what_only_bf16_refuses_is_no_failure_of_fp16(tmp_path: Path) -> None:
     error = f"train.py:{line}: NoKernelError: Unsupported dtype BFloat16"
     assert (list(plan.tapes), plan.refused) == (["fp32", "fp16"], {"bf16": error})
     reasons = {
-        policy: predict(
-            plan.tapes, gpu_named("h100"), policy, batch=8, refused=plan.refused
-        ).reason
+        policy: predict(plan.tapes, gpu_named("h100"), policy, batch=8, refused=plan.refused).reason
         for policy in ("fp32", "fp16", "bf16", "fp8")
     }
     fails = {policy: f"fails under {policy}: {error}" for policy in ("bf16", "fp8")}

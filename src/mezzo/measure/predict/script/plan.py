@@ -9,7 +9,7 @@ import ast
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from mezzo.measure.predict.result_sizes import sizes_assumed
 from mezzo.measure.predict.script.batches import MOST_OPERATIONS
 from mezzo.measure.predict.script.devices import SIMULATED_GPU
 from mezzo.measure.predict.script.loaders import at_both_sizes, notes_on
+from mezzo.measure.predict.script.observed import other_size
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
@@ -33,7 +34,7 @@ from mezzo.policyfields import DYNAMIC_SCALE
 from mezzo.records import AS_IS, DataSet, LoaderRate, Note, Prediction, RealGpus
 from mezzo.records.run import BATCH, OWN_SHARE
 
-_WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
+WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,16 @@ class ScriptPlan:
     """Why other batch sizes do not follow from the script's own; empty if they do."""
     channels_last: bool | None
     """Whether convolutions have channels-last weights or inputs; None without convolutions."""
-    data: DataSet | None
+    data: DataSet | None = None
     """None without a loader."""
-    loader: LoaderRate | None
+    loader: LoaderRate | None = None
     """None without a loader, or if it was not to be timed."""
+
+    @classmethod
+    def of(cls, batch: int | None, size: int | None, *, optimizer: str, **facts: Any) -> ScriptPlan:
+        """Return the plan for ``batch``, or else for the script's own ``size``; ``facts`` are the other fields."""
+        unit = "samples" if size is not None else "steps"
+        return cls(batch=batch or size or 1, unit=unit, optimizer=optimizer or "no optimizer", **facts)
 
 
 def script_plan(
@@ -114,25 +121,19 @@ def script_plan(
     for request, found, other in zip(requests, script_tapes, partners, strict=True):
         found_why, tapes[request.policy] = _pair_tapes(found, other, size=batch_in_arguments)
         why = why or found_why
-    if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
-        of = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
-        raise UsageError(
-            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {of}",
-            hint=f"leave --batch out; {_WRITE_BATCH}",
-        )
+    no_other = other_batches(script, tapes, batch, size, why=why)
     followed = all(pair.second is not None for pair in tapes.values())
     uneven = followed and any(
         grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
     )
     source = other_tapes[0].size_at if other_tapes else ""
-    no_other = "" if followed or size is None else f"{why}; {_WRITE_BATCH}"
     data = at_both_sizes(known.data, other_tapes[0].data if other_tapes else known.data)
-    return ScriptPlan(
+    return ScriptPlan.of(
+        batch,
+        size,
         tapes=tapes,
         refused=_refused(recorded),
-        batch=batch or size or 1,
-        unit="samples" if size is not None else "steps",
-        optimizer=known.optimizer or "no optimizer",
+        optimizer=known.optimizer,
         assumptions=[
             *_assumptions(known, batch_in_arguments, no_other=no_other, uneven=uneven, size_at=source),
             *notes_on(data, batch or size or 1),
@@ -151,6 +152,29 @@ def _refused(recorded: Sequence[tuple[TapeRequest, ScriptTape]]) -> dict[str, st
     return failed | {policy: error for policy, error in refused.items() if error}
 
 
+def other_batches(script: str, tapes: Mapping[str, Tapes], batch: int | None, size: int | None, *, why: str) -> str:
+    """Return why other batch sizes than a script's own do not follow from its tapes; empty if they do.
+
+    Args:
+        script: its path.
+        tapes: by recorded policy.
+        batch: the size of a batch to predict; None for the script's own.
+        size: the script's own; None if it is not known.
+        why: the reason, if there is one.
+
+    Raises:
+        UsageError: ``batch`` is another size, and does not follow.
+    """
+    followed = all(pair.second is not None for pair in tapes.values())
+    if batch is not None and batch != size and not followed:
+        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        raise UsageError(
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            hint=f"leave --batch out; {WRITE_BATCH}",
+        )
+    return "" if followed or size is None else f"{why}; {WRITE_BATCH}"
+
+
 def _tapes_at_other_size(
     requests: Sequence[TapeRequest],
     known: ScriptTape,
@@ -163,7 +187,7 @@ def _tapes_at_other_size(
     size = batch_in_arguments or known.batch
     if size is None:
         return [], "the sizes of its batches differ within a step"
-    other = _other_size(size)
+    other = other_size(size)
     if batch_in_arguments is None and not known.from_loader:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     changes: dict[str, Any] = {"own_batch": size, "batch": other}
@@ -180,11 +204,6 @@ def _tapes_at_other_size(
     elif tapes[0].batch != other:
         return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     return tapes, ""
-
-
-def _other_size(size: int) -> int:
-    """Return half of a batch size; twice the size where half would be one sample, whose tensors need fewer copies."""
-    return size // 2 if size > 3 else 2 * size
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
@@ -313,7 +332,7 @@ def _assumptions(
     if known.sized_at:
         assumptions.append(sizes_assumed(known.sized_at))
     if size is None:
-        add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
+        add("batch", "not known", f"speed is in steps a second; {WRITE_BATCH}")
         return assumptions
     origin = "set by --batch" if batch_in_arguments else "what the DataLoader yields"
     if not batch_in_arguments and not known.from_loader:
@@ -322,7 +341,7 @@ def _assumptions(
     add("batch", f"{size} samples{many}", origin)
     if not no_other:
         where = f"set by {size_at}; " if size_at else ""
-        sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
+        sizes = " to ".join(map(str, sorted((size, other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
             how += "; tensors that compare samples with each other grow with its square"
@@ -486,6 +505,7 @@ def real_gpus(
     as_module: bool = False,
     limit_s: float | None = None,
     calibration: Calibration | None = None,
+    plan_of: Callable[..., ScriptPlan] | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; never raises.
 
@@ -497,6 +517,7 @@ def real_gpus(
         as_module: whether ``script`` is a module's name.
         limit_s: time after which tracing ends; None for no limit.
         calibration: rates of this machine's CPU, to predict FP32 on it too; None to leave it out.
+        plan_of: returns the tapes, in place of ``script_plan``, for another framework than PyTorch.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     not_predicted = [
@@ -513,7 +534,9 @@ def real_gpus(
         return nothing
     begun_s = time.monotonic()
     try:
-        plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s)
+        plan = (plan_of or script_plan)(
+            script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s
+        )
         found = [
             predict(
                 plan.tapes,
