@@ -148,7 +148,7 @@ def predicted(claim: Claim, setting: str) -> Prediction:
     """Return the prediction for a claim in one of the ``SETTINGS``."""
     policy, channels_last = SETTINGS[setting]
     recorded = tapes(claim.model, claim.size, claim.batch, channels_last)
-    return predict(recorded, gpu_named(claim.gpu, option="gpu"), policy, batch=claim.batch, channels_last=channels_last)
+    return predict(recorded, gpu_named(claim.gpu, option="gpu"), policy, batch=claim.batch)
 
 
 def measured() -> list[dict[str, str]]:

@@ -143,7 +143,7 @@ def _typed(kind: type, cells: dict[str, str]) -> dict[str, Any]:
 def compare(step: Step, kernels: Sequence[Kernel], gpu: Gpu, calls: str | None) -> list[Part]:
     case = step.case
     tape = tapes(case.model, case.size, case.batch, recorded_as(case.policy), case.channels_last).first
-    priced = Conditions(gpu=gpu, channels_last=case.channels_last).step(tape, case.policy)
+    priced = Conditions(gpu=gpu).step(tape, case.policy)
     measured, predicted = measured_calls(kernels), predicted_calls(tape.operations, priced.operation_s)
     parts = parts_of(case, measured, predicted)
     print(

@@ -50,7 +50,7 @@ def predicted(cells: Cells, gpu: Gpu) -> Prediction:
     batch, channels_last = int(cells["batch"]), cells["channels_last"] == "True"
     of = partial(tapes, cells["model"], int(cells["size"]), batch, channels_last=channels_last)
     both = {policy: of(policy) for policy in ("fp32", recorded_as(cells["policy"]))}
-    return predict(both, gpu, cells["policy"], batch=batch, channels_last=channels_last)
+    return predict(both, gpu, cells["policy"], batch=batch)
 
 
 def _stored(cases: Sequence[Case], gpu: Gpu) -> Iterator[dict[str, Any]]:
