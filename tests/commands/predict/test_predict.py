@@ -97,6 +97,8 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
         "fp32",
         "--batch",
         "32",
+        "--host",
+        "0.01",
         "--verbose",
         "--out",
         str(tmp_path / "out"),

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mezzo.measure.predict.tiles import Products, attention_cycles, tile_cycles
+from mezzo.measure.predict.tiles import TiledProducts, attention_cycles, tile_cycles
 
 MULTIPROCESSORS, FLOPS_PER_CYCLE = 100, 1024.0
 
 
 def _products(
     rows: int, columns: int, depth: int, *, products: int = 1, element_bytes: int = 2, sharing: int = 1
-) -> Products:
+) -> TiledProducts:
     sizes = (products, rows, columns, depth, element_bytes, FLOPS_PER_CYCLE, MULTIPROCESSORS, sharing)
-    return Products(*(np.array([size], dtype=np.float64) for size in sizes))
+    return TiledProducts(*(np.array([size], dtype=np.float64) for size in sizes))
 
 
-def _cycles(one: Products, **constants: Any) -> float:
+def _cycles(one: TiledProducts, **constants: Any) -> float:
     return float(tile_cycles(one, **{"feed_bytes": 1e12, "fill_cycles": 0.0} | constants)[0])
 
 
@@ -49,13 +49,13 @@ def _cycles(one: Products, **constants: Any) -> float:
         (_products(128, 128, 4096, products=200), {}, 4096 * 64),
     ],
 )
-def test_cycles_of_the_best_tile(one: Products, constants: dict[str, float], cycles: float) -> None:
+def test_cycles_of_the_best_tile(one: TiledProducts, constants: dict[str, float], cycles: float) -> None:
     assert _cycles(one, **constants) == pytest.approx(cycles, rel=1e-6)
 
 
 def test_many_products_are_priced_in_parts() -> None:
     one, many = _products(300, 200, 500), 45_000
-    repeated = Products(*(np.repeat(value, many) for value in vars(one).values()))
+    repeated = TiledProducts(*(np.repeat(value, many) for value in vars(one).values()))
     found = tile_cycles(repeated, feed_bytes=64.0, fill_cycles=3000.0)
     assert len(found) == many
     assert set(found) == {_cycles(one, feed_bytes=64.0, fill_cycles=3000.0)}

@@ -96,7 +96,7 @@ def configuration(name: str, transformers: Any) -> ModelConfiguration:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file that ``name`` means: itself, that of a folder, or that of a checkpoint in the hub's cache."""
+    """Return the file that ``name`` means: itself, the one in a folder, or a checkpoint's in the hub's cache."""
     path = Path(name).expanduser()
     if path.is_dir() and (path / _FILE).is_file():
         return path / _FILE

@@ -3,7 +3,7 @@
 The device computes while the host prepares the next operations, so the longer of the two counts. A step that the host bounds is as long on
 every GPU with the same host; a captured step (a CUDA graph) launches its kernels at once and needs the host no more.
 
-Limits: one rate stands for all operations of a forward or backward pass, and one for those of an update, which have neither modules nor
+Limits: one rate stands for all operations of a forward or backward pass, and one for an update's, which have neither modules nor
 autograd. Loaders, logging and reading a number from the device come on top.
 """
 

@@ -39,11 +39,11 @@ _PARTIAL_BYTES = 2 * 4
 _EXPONENTIALS = 16
 """Exponentials of one multiprocessor in a cycle."""
 _ROWS_AT_ONCE = 20_000
-"""Products whose choices are priced together: some 40 numbers each."""
+"""TiledProducts whose choices are priced together: some 40 numbers each."""
 
 
 @dataclass(frozen=True)
-class Products:
+class TiledProducts:
     """Matrix products as columns: (rows, depth) x (depth, columns), ``products`` times."""
 
     products: Array
@@ -57,12 +57,12 @@ class Products:
     sharing: Array
     """Multiprocessors that share what they load."""
 
-    def where(self, chosen: NDArray[np.bool_] | slice) -> Products:
+    def where(self, chosen: NDArray[np.bool_] | slice) -> TiledProducts:
         """Return the chosen ones."""
-        return Products(*(getattr(self, f.name)[chosen] for f in fields(self)))
+        return TiledProducts(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
-def tile_cycles(products: Products, *, feed_bytes: float, fill_cycles: float) -> Array:
+def tile_cycles(products: TiledProducts, *, feed_bytes: float, fill_cycles: float) -> Array:
     """Return the cycles of each product, with the best tile for it.
 
     Args:
@@ -82,7 +82,7 @@ def tile_cycles(products: Products, *, feed_bytes: float, fill_cycles: float) ->
     return found
 
 
-def _cycles(p: Products, tile: tuple[int, int], split: int, feed_bytes: float, fill_cycles: float) -> Array:
+def _cycles(p: TiledProducts, tile: tuple[int, int], split: int, feed_bytes: float, fill_cycles: float) -> Array:
     rows, columns = tile
     # a pair shares along the columns, two pairs along the rows as well
     loaded = rows / np.maximum(1, p.sharing / 2) + columns / np.minimum(p.sharing, 2)
@@ -101,11 +101,11 @@ def _cycles(p: Products, tile: tuple[int, int], split: int, feed_bytes: float, f
     return steps + partial_bytes / (p.multiprocessors * feed_bytes)
 
 
-def attention_cycles(products: Products, backward: NDArray[np.bool_], *, fill_cycles: float) -> Array:
+def attention_cycles(products: TiledProducts, backward: NDArray[np.bool_], *, fill_cycles: float) -> Array:
     """Return the cycles of fused attentions.
 
     Args:
-        products: those of queries and keys; columns are the keys that a query meets.
+        products: of queries and keys; columns are the keys that a query meets.
         backward: which of them are backward passes, of five products rather than two.
         fill_cycles: cycles of a block in which its units wait.
     """

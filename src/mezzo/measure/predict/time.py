@@ -12,7 +12,7 @@ The formulas follow from first principles, with a few constants (``constants``) 
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
 - torch's kernels of one element at a time, all but products, move a bounded number of elements in a cycle, whatever their size: in 16 bits
   they do not reach the bandwidth of GPUs with fast memory.
-- A normalisation reads its operands twice. That of a batch does so channel by channel, except for what stays in the L2 cache between the
+- A normalisation reads its operands twice. Over a batch it does so channel by channel, except for what stays in the L2 cache between the
   two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads loads one element at a time.
 - Operands and results that fit into a share of the L2 cache are found there.
 - A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.tape import CostedOperation
-from mezzo.measure.predict.tiles import Array, Products, attention_cycles, tile_cycles
+from mezzo.measure.predict.tiles import Array, TiledProducts, attention_cycles, tile_cycles
 
 HALF_FORMATS = ("fp16", "bf16")
 FP8 = "fp8"
@@ -240,7 +240,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
     per_cycle = peak / (card.multiprocessors * card.clock_hz)
     narrow = np.minimum(ops.rows, ops.columns)
-    tiled = Products(
+    tiled = TiledProducts(
         products=ops.products,
         rows=np.maximum(ops.rows, ops.columns),
         columns=np.where(ops.grouped, np.ceil(narrow / _GROUP_COLUMNS) * _GROUP_COLUMNS, narrow),
