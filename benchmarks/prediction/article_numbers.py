@@ -354,7 +354,6 @@ def written(page: str, data: dict[str, Any]) -> str:
         "speeds": speed_table(data["speeds"]),
         "predictions": prediction_table(data["speeds"]),
         "paddle": speed_table(data["paddle"]),
-        "paddle-predictions": prediction_table(data["paddle"]),
         "measurements": measured_table(),
         "memory": memory_table(data),
         "cifar": cifar_table(data),
