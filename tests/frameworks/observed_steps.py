@@ -19,7 +19,7 @@ from mezzo.policy import Policy
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SAME = SCRIPTS / "same_steps.py"
-_A100 = Conditions(gpu=GPUS["a100-80gb"], channels_last=True)
+_A100 = Conditions(gpu=GPUS["a100-80gb"])
 
 
 def observed(script: Path, *arguments: str, framework: str, policy: str = "fp32", backend: str = "") -> ObservedTape:
