@@ -31,7 +31,7 @@ def test_a_compiled_step_computes_what_torchs_does(model: str, backend: str) -> 
     assert found.batch == 8
     assert products(found) == products(expected)
     assert moved(found) == pytest.approx(moved(expected), rel=MODELS[model])
-    assert seconds(found) == pytest.approx(seconds(expected), rel=0.1)
+    assert seconds(found) == pytest.approx(seconds(expected), rel=0.15)
     norms = [(op.name, op.shape) for op in expected.operations if "native_batch_norm" in op.name]
     assert [(op.name, op.shape) for op in found.operations if "native_batch_norm" in op.name] == norms
 

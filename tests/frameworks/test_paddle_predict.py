@@ -46,7 +46,7 @@ def test_a_step_computes_what_torchs_does(model: str) -> None:
     assert products(found.tapes[0]) == products(expected)
     assert moved(found.tapes[0]) == pytest.approx(moved(expected), rel=MODELS[model])
     if model != "embedded":  # whose thirteen kernels are shorter than what comes between two
-        assert seconds(found.tapes[0]) == pytest.approx(seconds(expected), rel=0.15)
+        assert seconds(found.tapes[0]) == pytest.approx(seconds(expected), rel=0.2)
 
 
 def test_under_o1_listed_operations_are_recast_and_every_operand_is_cast() -> None:

@@ -126,6 +126,15 @@ def test_other_frameworks_are_predicted_from_a_real_step(monkeypatch: pytest.Mon
     assert given == [observed_plan]
 
 
+def test_a_step_of_several_processes_is_not_run_again_in_one() -> None:
+    """The process would wait for the others."""
+    two = [run.model_copy(update={"framework": "paddle 3.2.2", "ranks": ["0", "1"]}) for run in _runs(**CPU)]
+    found = predicted_for(SCRIPT, two, named_gpus("t4"))
+    assert found is not None
+    assert (found.gpus, found.predictions) == (["t4"], [])
+    assert found.reason == "a step in paddle is observed in one process, and this job has 2"
+
+
 def test_runs_without_steps_or_that_failed_are_not_predicted() -> None:
     empty = [run.model_copy(update={"steps": run.steps.model_copy(update={"loss": []})}) for run in _runs(**CPU)]
     assert module.NONE == "none"

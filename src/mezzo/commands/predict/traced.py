@@ -415,6 +415,11 @@ def predicted_for(
     library = trained[0].library
 
     cards = gpus or [GPUS[name] for name in _USUAL]
+    if library != _PYTORCH and len(trained[0].ranks) > 1:
+        from mezzo.records import RealGpus
+
+        why = f"a step in {library} is observed in one process, and this job has {len(trained[0].ranks)}"
+        return RealGpus(gpus=[gpu.name for gpu in cards], reason=why)
     how = (
         "tracing the script without computing its numbers"
         if library == _PYTORCH
