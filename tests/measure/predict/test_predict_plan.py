@@ -231,6 +231,12 @@ def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes])
     assert not found.validated
 
 
+def test_no_measurement_validates_another_framework(tapes: dict[str, Tapes]) -> None:
+    others = {policy: dataclasses.replace(pair, of_measured_framework=False) for policy, pair in tapes.items()}
+    found = [predict(known, gpu_named("t4"), "fp32", batch=64).validated for known in (tapes, others)]
+    assert found == [True, False]
+
+
 def test_tf32_where_there_is_none_is_no_gain_and_as_valid_as_fp32(tapes: dict[str, Tapes]) -> None:
     found = predict(tapes, gpu_named("t4"), "tf32", batch=64)
     assert (found.verdict, found.validated) == ("", True)

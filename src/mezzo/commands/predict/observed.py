@@ -115,7 +115,7 @@ def _pair(one: ObservedTape) -> Tapes:
     first = replace(first, is_compiled=one.fuses)
     if second is not None and not _same_steps(first, second):
         second = None
-    found = Tapes(first, second, num_batches=one.num_batches, no_memory=one.no_memory)
+    found = Tapes(first, second, num_batches=one.num_batches, of_measured_framework=False, no_memory=one.no_memory)
     return found.stored_channels_last() if one.channels_last else found
 
 

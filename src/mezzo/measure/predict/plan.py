@@ -59,6 +59,8 @@ class Tapes:
     second: TrainingTape | None
     num_batches: int = 1
     """Batches that one update accumulates."""
+    of_measured_framework: bool = True
+    """Whether the measurements behind the constants are of its framework, PyTorch."""
     no_memory: str = ""
     """Why the tapes show no memory; empty if they do."""
     _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
@@ -170,7 +172,9 @@ def predict(
         policy=policy,
         possible=True,
         reason=f"{gpu.label} has no TF32: this is FP32" if is_fp32 else step.note,
-        validated=job == ALONE and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
+        validated=job == ALONE
+        and policy_tapes.of_measured_framework
+        and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
         calibrated=conditions.calibration is not None,
         step_ms=step.seconds * 1e3,
         captured_ms=step.captured_s * 1e3,
