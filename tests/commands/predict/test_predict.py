@@ -11,8 +11,10 @@ import pytest
 
 from helpers_predict import traced_in_forks
 from mezzo import cli
+from mezzo.commands.predict.traced import of_script
+from mezzo.errors import UsageError
 from mezzo.measure.predict import calibrate, configurations
-from mezzo.measure.predict.calibrate import probes
+from mezzo.measure.predict.calibrate import Calibration, probes
 from mezzo.records import DataSet, PredictRecord, read_record
 from mezzo.report.formatting import rate_text
 from paths import ROOT
@@ -359,3 +361,12 @@ def test_scripts_of_a_framework_that_is_not_here_are_refused_with_its_name(
     script.write_text(f"import {imported}\n", encoding="utf-8")
     assert cli.main(["predict", "--out", str(tmp_path), str(script)]) == 7
     assert f"the script imports {framework}, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("framework", ["keras", "paddle"])
+def test_the_cpu_is_predicted_for_pytorch_only(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import {framework}\n", encoding="utf-8")
+    calibration = Calibration(device="a CPU", threads=1, date="", torch="", rates={}, low=0.9, high=1.1)
+    with pytest.raises(UsageError, match="--gpus cpu predicts PyTorch.*train.py is none"):
+        of_script(str(path), [], ["fp32"], None, False, calibration)

@@ -231,6 +231,15 @@ def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes])
     assert not found.validated
 
 
+def test_a_layout_changes_no_memory_so_its_replays_are_shared(tapes: dict[str, Tapes]) -> None:
+    own = tapes["fp32"]
+    last = own.stored_channels_last()
+    assert last.peaks is own.peaks
+    assert last.largest is own.largest
+    assert not any(op.channels_last for op in own.at(96).operations)
+    assert all(op.channels_last for op in last.at(96).operations)
+
+
 def test_no_measurement_validates_another_framework(tapes: dict[str, Tapes]) -> None:
     others = {policy: dataclasses.replace(pair, of_measured_framework=False) for policy, pair in tapes.items()}
     found = [predict(known, gpu_named("t4"), "fp32", batch=64).validated for known in (tapes, others)]

@@ -70,6 +70,12 @@ GROUPS = ProductSize(64, 9, 1, 1, 1)
         (_operation("fp32", flops=FLOPS, shape=FULL, phase="backward"), H100, True, FLOPS / 494.7e12 / 0.629),
         (_operation("fp32", flops=FLOPS, shape=FULL, phase="backward"), H100, False, FLOPS / 66.9e12),
         (_operation("bf16", flops=FLOPS, shape=FULL, phase="backward"), H100, True, FLOPS / 989.4e12),
+        (  # computed again by checkpointing
+            _operation("fp32", flops=FLOPS, shape=FULL, name="convolution", phase="backward"),
+            H100,
+            True,
+            FLOPS / 494.7e12,
+        ),
         # rows that do not begin at multiples of 16 bytes; lanes of FP32 load one element at a time anyway
         (_operation("bf16", flops=FLOPS, shape=FULL, unaligned=True), A100, True, 3 * FLOPS / 312e12),
         (_operation("fp32", flops=FLOPS, shape=FULL, unaligned=True), A100, True, 3 * FLOPS / 156e12),
@@ -205,6 +211,8 @@ def test_attention_multiplies_twice_and_takes_exponentials_between() -> None:
         one = _operation("bf16", flops=1, shape=shape, name=f"_scaled_dot_product_flash_attention{name}", phase=phase)
         cycles = scores * (products * 2 * 64 / (312e12 / 108 / 1.41e9) + 1 / 16)
         assert seconds_of(one, card) == pytest.approx(cycles / 1.41e9, rel=1e-3)
+        again = dataclasses.replace(one, phase="backward")  # as checkpointing does
+        assert seconds_of(again, card) == seconds_of(one, card)
 
 
 def test_shipped_constants_are_physical() -> None:

@@ -123,7 +123,7 @@ def predict(
     gpus: PredictGpus = USUAL,
     policies: PredictPolicies = "fp32,tf32,bf16,fp16",
     channels_last: PredictChannelsLast = False,
-    driver: PredictHost = "server",
+    host: PredictHost = "server",
     price: PredictPrice = None,
     slurm: PredictSlurm = False,
     as_module: options.AsModule = False,
@@ -173,15 +173,15 @@ def predict(
         tapes = {policy: pair.stored_channels_last() for policy, pair in traced.tapes.items()}
         plans = [replace(traced, tapes=tapes), *plans[1:]]
     channels_last = channels_last or bool(traced.channels_last)
-    host = _host(driver)
-    conditions = [_conditions(gpu, job, host) for gpu in cards]
+    driver = _host(host)
+    conditions = [_conditions(gpu, job, driver) for gpu in cards]
     cases = product(plans, conditions, wanted)
     predictions = [_predicted(one, where, policy, prices.get(where.gpu.name)) for one, where, policy in cases]
     predictions += [] if traced.on_cpu is None else [traced.on_cpu]
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
     notes = [
-        _host_note(host),
+        _host_note(driver),
         *rates_used(predictions),
         *assumptions(channels_last, traced, job, only_options=target is None),
     ]

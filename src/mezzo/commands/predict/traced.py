@@ -248,6 +248,11 @@ def of_script(
     """Return the tapes of a script, and its prediction for a calibrated CPU."""
     keep_input_for(target, as_module=as_module)
     framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != _PYTORCH and calibration is not None:
+        raise UsageError(
+            f"--gpus cpu predicts PyTorch, whose operations the calibration measured; {target} is none",
+            hint="leave cpu out; mezzo run measures the script on this machine",
+        )
     if framework != _PYTORCH:
         return _of_other_framework(target, arguments, policies, batch, as_module, framework=framework)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")

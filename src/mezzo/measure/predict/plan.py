@@ -85,7 +85,7 @@ class Tapes:
     def stored_channels_last(self) -> Tapes:
         """Return the tapes of the same training with its images stored channels-last."""
         second = None if self.second is None else stored_channels_last(self.second)
-        return replace(self, first=stored_channels_last(self.first), second=second, _derived={}, largest={}, peaks={})
+        return replace(self, first=stored_channels_last(self.first), second=second, _derived={})  # memory is the same
 
     @classmethod
     def record(cls, record: Callable[[int], TrainingTape], batch: int) -> Tapes:

@@ -95,8 +95,8 @@ class PredictedStep:
         """A remark on what the policy means for this model, if there is one."""
         if policy == FP8:
             self._in_fp8(gpu, constants)
-        self.device_s, self.host_s = float(self.operation_s.sum()), conditions.host.seconds(self.tape.operations)
-        self.host_s = 0.0 if self.tape.is_compiled else self.host_s
+        self.device_s = float(self.operation_s.sum())
+        self.host_s = 0.0 if self.tape.is_compiled else conditions.host.seconds(self.tape.operations)
         self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
         self.captured_s = job.step_s(self.device_s, self.communication_s, tape)
         """Seconds if the step was captured as a CUDA graph, which needs the host no more."""

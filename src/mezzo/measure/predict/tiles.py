@@ -39,7 +39,7 @@ _PARTIAL_BYTES = 2 * 4
 _EXPONENTIALS = 16
 """Exponentials of one multiprocessor in a cycle."""
 _ROWS_AT_ONCE = 20_000
-"""TiledProducts whose choices are priced together: some 40 numbers each."""
+"""Products whose choices are priced together: 42 numbers each."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ from mezzo.measure.predict.tiles import Array, TiledProducts, attention_cycles, 
 HALF_FORMATS = ("fp16", "bf16")
 FP8 = "fp8"
 """The format of products whose operands have one byte."""
+LATENCY_S = 4e-6
+"""From the end of one kernel to the start of the next: the shortest products of the public tables."""
 _NARROW = ("7.0", "7.5", "8.0")
 """Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
 _GROUP_COLUMNS = 16
@@ -56,6 +58,7 @@ as long (Netflix, Scaling LLM post-training, 2026)."""
 _EDGE = 4
 """Exponent with which two bounds are joined, so that there is no corner where they are equal."""
 _CONVOLUTIONS = ("convolution", "convolution_input_gradient", "convolution_weight_gradient")
+_ATTENTION = "_scaled_dot_product"
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
 _READ_TWICE = ("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax")
 
@@ -77,8 +80,9 @@ class Columns:
     depthwise: NDArray[np.bool_]
     winograd: NDArray[np.bool_]
     attention: NDArray[np.bool_]
+    attention_gradient: NDArray[np.bool_]
     gradient: NDArray[np.bool_]
-    """Whether it belongs to a backward pass."""
+    """Whether it is a product of a backward pass; a convolution that checkpointing computes again is none."""
     unaligned: NDArray[np.bool_]
     channels_last: NDArray[np.bool_]
     read_twice: Array
@@ -118,8 +122,11 @@ class Columns:
             grouped=grouped,
             depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)) & own_kernel,
             winograd=convolution & ~grouped & (window == 9),
-            attention=flags([op.name.startswith("_scaled_dot_product") for op in operations]),
-            gradient=flags([op.phase == "backward" for op in operations]),
+            attention=flags([op.name.startswith(_ATTENTION) for op in operations]),
+            attention_gradient=flags(
+                [op.name.startswith(_ATTENTION) and op.name.endswith("_backward") for op in operations]
+            ),
+            gradient=flags([op.phase == "backward" and op.name != "convolution" for op in operations]),
             unaligned=flags([op.unaligned for op in operations]),
             channels_last=channels_last,
             read_twice=np.where(twice, read, 0.0),
@@ -255,7 +262,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
     fused = replace(tiled, rows=ops.rows, columns=ops.columns)
     cycles[ops.attention] = attention_cycles(
-        fused.where(ops.attention), ops.gradient[ops.attention], fill_cycles=c.fill_cycles
+        fused.where(ops.attention), ops.attention_gradient[ops.attention], fill_cycles=c.fill_cycles
     )
     simd = card.simd_flops_per_s * c.depthwise / (card.multiprocessors * card.clock_hz)
     depthwise = ops.flops / column(card.multiprocessors * simd)
@@ -270,9 +277,6 @@ def longer_of(device_s: Any, host_s: Any) -> Any:
 
 # ``python -m benchmarks predict_fit`` writes that file from public measurements. The errors are measured on GPUs of an architecture that
 # was left out of the fit.
-
-LATENCY_S = 4e-6
-"""From the end of one kernel to the start of the next: the shortest products of the public tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
