@@ -65,10 +65,13 @@ def _of_matched(values: Tensor, matched: Tensor) -> Tensor:
     return values.reshape(n, _PRIORS, -1, height, width)[matched, matched, :, matched, matched]
 
 
-class _Bottleneck(nn.Module):
-    def __init__(self, channels: int, *, adds: bool) -> None:
+class Bottleneck(nn.Module):
+    """Two convolutions, of 1x1 and 3x3 unless ``windows`` says otherwise, added to their input if ``adds``."""
+
+    def __init__(self, channels: int, *, adds: bool, windows: tuple[int, int] = (1, 3)) -> None:
         super().__init__()
-        self.body, self.adds = nn.Sequential(_convolved(channels, channels, 1), _convolved(channels, channels, 3)), adds
+        self.body = nn.Sequential(*(_convolved(channels, channels, window) for window in windows))
+        self.adds = adds
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.body(x)
@@ -82,7 +85,7 @@ class _Crossed(nn.Module):
         super().__init__()
         half = channels_out // 2
         self.short = _convolved(channels_in, half, 1)
-        inner = [_Bottleneck(half, adds=adds) for _ in range(blocks)]
+        inner = [Bottleneck(half, adds=adds) for _ in range(blocks)]
         self.main = nn.Sequential(_convolved(channels_in, half, 1), *inner)
         self.joined = _convolved(2 * half, channels_out, 1)
 
@@ -91,7 +94,9 @@ class _Crossed(nn.Module):
         return self.joined(torch.cat([self.main(x), short], 1))  # type: ignore[no-any-return]
 
 
-class _Pooled(nn.Module):
+class Pooled(nn.Module):
+    """The input and three poolings of it, one after another, joined."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.narrow = _convolved(channels, channels // 2, 1)
@@ -117,7 +122,7 @@ class _Yolo(nn.Module):
         for before, after, blocks in zip([stem, *channels], channels, _BLOCKS[arch], strict=False):
             crossed = _Crossed(after, after, _times(blocks, deep), adds=True)
             self.stages.append(nn.Sequential(_convolved(before, after, 3, stride=2), crossed))
-        self.stages[-1].append(_Pooled(channels[-1]))
+        self.stages[-1].append(Pooled(channels[-1]))
         levels, num = channels[1:], _times(3, deep)
         falling, rising = list(pairwise(reversed(levels))), list(pairwise(levels))
         self.narrow = nn.ModuleList([_convolved(high, low, 1) for high, low in falling])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.prediction.zoo.blocks import convolved
 from benchmarks.prediction.zoo.boxes import COCO_BOXES
-from benchmarks.prediction.zoo.yolo import Averaged
+from benchmarks.prediction.zoo.yolo import Averaged, Bottleneck, Pooled
 
 _SIZES = {
     "n": (0.33, 0.25, 1024),
@@ -90,16 +90,6 @@ def _overlaps(a: Tensor, b: Tensor) -> Tensor:
     return common / (areas - common + 1e-9)
 
 
-class _Bottleneck(nn.Module):
-    def __init__(self, channels: int, *, adds: bool) -> None:
-        super().__init__()
-        self.body, self.adds = nn.Sequential(*(_convolved(channels, channels, 3) for _ in range(2))), adds
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.body(x)
-        return found + x if self.adds else found
-
-
 class _Split(nn.Module):
     """Half of the channels, then what each bottleneck makes of the last half, all joined at the end."""
 
@@ -107,26 +97,13 @@ class _Split(nn.Module):
         super().__init__()
         half = channels_out // 2
         self.first = _convolved(channels_in, 2 * half, 1)
-        self.blocks = nn.ModuleList(_Bottleneck(half, adds=adds) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Bottleneck(half, adds=adds, windows=(3, 3)) for _ in range(blocks))
         self.joined = _convolved((2 + blocks) * half, channels_out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = list(self.first(x).chunk(2, 1))
         for block in self.blocks:
             parts.append(block(parts[-1]))
-        return self.joined(torch.cat(parts, 1))  # type: ignore[no-any-return]
-
-
-class _Pooled(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.narrow, self.pool = _convolved(channels, channels // 2, 1), nn.MaxPool2d(5, 1, 2)
-        self.joined = _convolved(2 * channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [self.narrow(x)]
-        for _ in range(3):
-            parts.append(self.pool(parts[-1]))
         return self.joined(torch.cat(parts, 1))  # type: ignore[no-any-return]
 
 
@@ -145,7 +122,7 @@ class _Yolo(nn.Module):
             nn.Sequential(_convolved(a, b, 3, stride=2), _Split(b, b, max(round(blocks * deep), 1), adds=True))
             for (a, b), blocks in zip(pairwise([stem, *channels]), (3, 6, 6, 3), strict=True)
         )
-        self.stages[-1].append(_Pooled(channels[-1]))  # type: ignore[operator]
+        self.stages[-1].append(Pooled(channels[-1]))  # type: ignore[operator]
         levels, num = channels[1:], max(round(3 * deep), 1)
         self.down = nn.ModuleList(_Split(a + b, b, num, adds=False) for a, b in pairwise(reversed(levels)))
         self.halve = nn.ModuleList(_convolved(a, a, 3, stride=2) for a in levels[:-1])

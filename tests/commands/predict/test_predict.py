@@ -368,5 +368,5 @@ def test_the_cpu_is_predicted_for_pytorch_only(framework: str, tmp_path: Path) -
     path = tmp_path / "train.py"
     path.write_text(f"import {framework}\n", encoding="utf-8")
     calibration = Calibration(device="a CPU", threads=1, date="", torch="", rates={}, low=0.9, high=1.1)
-    with pytest.raises(UsageError, match="--gpus cpu predicts PyTorch.*train.py is none"):
+    with pytest.raises(UsageError, match=r"--gpus cpu predicts PyTorch.*train\.py is none"):
         of_script(str(path), [], ["fp32"], None, False, calibration)
