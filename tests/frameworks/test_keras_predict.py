@@ -14,9 +14,12 @@ from mezzo.measure.predict.tape_memory import predict_memory
 from mezzo.records import PredictRecord, read_record
 
 SCRIPT = SCRIPTS / "keras_steps.py"
-COMPILED = ("jax", "tensorflow")
-MODELS = {"cnn": 0.1, "mlp": 0.01, "transformer": 0.14}
-"""How far the bytes of a step may be from torch's: torch's pooling writes 64-bit indices, and its attention copies what it transposes."""
+OVER_TORCH = {
+    ("cnn", "tensorflow"): (0.95, 1.12), ("mlp", "tensorflow"): (1.00, 1.13), ("transformer", "tensorflow"): (0.89, 1.06),
+    ("cnn", "jax"): (0.94, 1.08), ("mlp", "jax"): (1.00, 1.07), ("transformer", "jax"): (0.89, 1.05),
+}  # fmt: skip
+"""The bytes and the time of a step over torch's, as docs/details/traced-scripts.md has them: torch's pooling writes 64-bit indices, and its
+attention copies what it transposes."""
 
 
 @cache
@@ -24,14 +27,13 @@ def keras_step(model: str, backend: str, policy: str = "fp32") -> ObservedTape:
     return observed(SCRIPT, model, framework="keras", backend=backend, policy=policy)
 
 
-@pytest.mark.parametrize("backend", COMPILED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "backend"), OVER_TORCH)
 def test_a_compiled_step_computes_what_torchs_does(model: str, backend: str) -> None:
     found, expected = keras_step(model, backend).tapes[0], in_torch(model)
     assert found.batch == 8
     assert products(found) == products(expected)
-    assert moved(found) == pytest.approx(moved(expected), rel=MODELS[model])
-    assert seconds(found) == pytest.approx(seconds(expected), rel=0.15)
+    over = moved(found) / moved(expected), seconds(found) / seconds(expected)
+    assert over == pytest.approx(OVER_TORCH[model, backend], abs=0.006)
     norms = [(op.name, op.shape) for op in expected.operations if "native_batch_norm" in op.name]
     assert [(op.name, op.shape) for op in found.operations if "native_batch_norm" in op.name] == norms
 
@@ -46,7 +48,7 @@ def test_a_gather_reads_rows_and_its_gradient_is_the_table_in_jax_and_rows_in_te
         assert max(gradients) == written, backend
 
 
-@pytest.mark.parametrize("backend", COMPILED)
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_a_mixed_policy_halves_what_products_move_and_casts_each_weight(backend: str) -> None:
     wide, half = (keras_step("mlp", backend, policy).tapes[0] for policy in ("fp32", "bf16"))
     assert {op.format for op in half.operations if op.flops} == {"bf16"}

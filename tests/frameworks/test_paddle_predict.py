@@ -17,8 +17,8 @@ from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
 from mezzo.records import PredictRecord, read_record
 
-MODELS = {"cnn": 0.06, "mlp": 0.01, "embedded": 0.02, "transformer": 0.02}
-"""How far the bytes of a step may be from torch's, whose pooling writes 64-bit indices."""
+OVER_TORCH = {"cnn": (0.95, 1.16), "mlp": (1.00, 1.20), "embedded": (0.99, 1.17), "transformer": (1.00, 1.17)}
+"""The bytes and the time of a step over torch's, as docs/details/traced-scripts.md has them: torch's pooling writes 64-bit indices."""
 LOOP = """
 import sys
 import paddle
@@ -39,14 +39,13 @@ def step(model: str, policy: str = "fp32") -> ObservedTape:
     return observed(SAME, "paddle", model, framework="paddle", policy=policy)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", OVER_TORCH)
 def test_a_step_computes_what_torchs_does(model: str) -> None:
     found, expected = step(model), in_torch(model)
     assert (found.backward, found.tapes[0].batch, found.num_batches) == ("derived", 8, 1)
     assert products(found.tapes[0]) == products(expected)
-    assert moved(found.tapes[0]) == pytest.approx(moved(expected), rel=MODELS[model])
-    if model != "embedded":  # whose thirteen kernels are shorter than what comes between two
-        assert seconds(found.tapes[0]) == pytest.approx(seconds(expected), rel=0.2)
+    over = moved(found.tapes[0]) / moved(expected), seconds(found.tapes[0]) / seconds(expected)
+    assert over == pytest.approx(OVER_TORCH[model], abs=0.006)
 
 
 def test_under_o1_listed_operations_are_recast_and_every_operand_is_cast() -> None:
