@@ -28,7 +28,7 @@ from helpers_audit import traced_operations
 from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation
-from mezzo.observe.nonfinite.location import PlacingTracer
+from mezzo.observe.location import PlacingTracer
 from mezzo.observe.tracer import Tracer
 from paths import TESTS
 

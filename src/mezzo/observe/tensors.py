@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import cmath
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.devices import has_fp64
 from mezzo.engine.processes.shards import local
 from mezzo.formats import format_of
 from mezzo.observe.trace import CoveredElements
 from mezzo.records import Operand
+
+T = TypeVar("T")
+_SWEEP = 256
 
 
 def operand(tensor: Tensor) -> Operand:
@@ -123,3 +129,46 @@ def region(tensor: Tensor) -> CoveredElements:
         else:
             spans.append((stride, size))
     return tensor.storage_offset(), tensor.itemsize, *spans
+
+
+class Storages(Generic[T]):
+    """One value for each live storage; a storage that reuses the memory of a freed one starts without a value."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the key from being reused
+        self._sweep_at = _SWEEP
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, tensor: Tensor) -> T | None:
+        """Return the value for the storage of ``tensor``; None without one."""
+        key = _storage_key(tensor)
+        found = None if key is None else self._values.get(key)
+        return None if found is None else found[1]
+
+    def put(self, tensor: Tensor, value: T) -> None:
+        """Keep ``value`` for the storage of ``tensor``, unless it has none (sparse)."""
+        key = _storage_key(tensor)
+        if key is None:
+            return
+        if len(self._values) >= self._sweep_at:
+            self._values = {n: kept for n, kept in self._values.items() if not kept[0].expired()}
+            self._sweep_at = max(_SWEEP, 2 * len(self._values))
+        self._values[key] = StorageWeakRef(tensor.untyped_storage()), value
+
+    def change(self, to: Callable[[T], T]) -> None:
+        """Replace every value by ``to(value)``, and drop those that become empty."""
+        changed = {key: (storage, to(value)) for key, (storage, value) in self._values.items()}
+        self._values = {key: kept for key, kept in changed.items() if kept[1]}
+
+    def pop(self, tensor: Tensor) -> None:
+        """Drop the value for the storage of ``tensor``."""
+        key = _storage_key(tensor)
+        if key is not None:
+            self._values.pop(key, None)
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    own = storage(tensor)
+    return None if own is None else int(own._cdata)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from helpers_backward import in_ways
 from mezzo.launch.torch import switched
-from mezzo.observe.nonfinite.shadows import wait_for_exchange
+from mezzo.observe.replay import wait_for_exchange
 from mezzo.policy import Policy
 from processes import leave_process_group
 

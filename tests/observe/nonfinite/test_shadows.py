@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from helpers_values import existing
 from mezzo.observe.nonfinite.evidence import FaultSource
-from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded, tolerance
+from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, differs, rounded, tolerance
+from mezzo.observe.tensors import Storages
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan

@@ -33,6 +33,7 @@ from mezzo.engine.matrix_units.emulation import running
 from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
+from mezzo.observe.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.evidence import (
     FaultSource,
     GradientErrors,
@@ -41,25 +42,20 @@ from mezzo.observe.nonfinite.evidence import (
     WrongGradient,
     merge_sources,
 )
-from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
-    COLLECTIVE_NAMESPACES,
     RangeEnd,
     Recomputable,
     Shadows,
-    Storages,
-    arguments_before,
     largest_of,
     measure_errors,
     measure_gradients,
-    operands,
     rounded,
-    wait_for_exchange,
-    writes,
     wrong_losses,
 )
+from mezzo.observe.replay import COLLECTIVE_NAMESPACES, arguments_before, operands, wait_for_exchange, writes
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
+    Storages,
     by_design,
     format_name,
     has_floats,

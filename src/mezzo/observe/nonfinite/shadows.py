@@ -17,26 +17,24 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.casts.conversion import HALF
 from mezzo.formats import BF16, FORMATS, FP16, FP32, FP64
 from mezzo.observe.nonfinite.evidence import FaultSource, GradientErrors, WrongGradient
+from mezzo.observe.replay import at_least, draws, dropout_in_fp32, outputs, recomputed
 from mezzo.observe.settings import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
-from mezzo.observe.tensors import difference, has_floats, is_finite, largest, norm, storage
+from mezzo.observe.tensors import Storages, difference, has_floats, is_finite, largest, norm, storage
 
 T = TypeVar("T")
 
 _SAME = {BF16.dtype: 4 * BF16.eps}
 _SAME_ELSEWHERE = 4 * FP16.eps
-_SWEEP = 256
 _LOSE_ABOVE, _LOSES_BELOW = (*HALF, FP32.dtype), FP16.dtype
 
 
@@ -55,49 +53,6 @@ class RangeEnd(enum.Enum):
         if self is RangeEnd.ABOVE:
             return wide.isfinite() & ~narrow.isfinite()
         return (narrow == 0) & (wide != 0) & wide.isfinite()
-
-
-class Storages(Generic[T]):
-    """One value for each live storage; a storage that reuses the memory of a freed one starts without a value."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the key from being reused
-        self._sweep_at = _SWEEP
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, tensor: Tensor) -> T | None:
-        """Return the value for the storage of ``tensor``; None without one."""
-        key = _storage_key(tensor)
-        found = None if key is None else self._values.get(key)
-        return None if found is None else found[1]
-
-    def put(self, tensor: Tensor, value: T) -> None:
-        """Keep ``value`` for the storage of ``tensor``, unless it has none (sparse)."""
-        key = _storage_key(tensor)
-        if key is None:
-            return
-        if len(self._values) >= self._sweep_at:
-            self._values = {n: kept for n, kept in self._values.items() if not kept[0].expired()}
-            self._sweep_at = max(_SWEEP, 2 * len(self._values))
-        self._values[key] = StorageWeakRef(tensor.untyped_storage()), value
-
-    def change(self, to: Callable[[T], T]) -> None:
-        """Replace every value by ``to(value)``, and drop those that become empty."""
-        changed = {key: (storage, to(value)) for key, (storage, value) in self._values.items()}
-        self._values = {key: kept for key, kept in changed.items() if kept[1]}
-
-    def pop(self, tensor: Tensor) -> None:
-        """Drop the value for the storage of ``tensor``."""
-        key = _storage_key(tensor)
-        if key is not None:
-            self._values.pop(key, None)
-
-
-def _storage_key(tensor: Tensor) -> int | None:
-    own = storage(tensor)
-    return None if own is None else int(own._cdata)
 
 
 @dataclass
@@ -177,7 +132,7 @@ class Shadows(Generic[T]):
 
     def write(self, tensor: Tensor, true: Tensor, sources: tuple[T, ...]) -> bool:
         """Keep the elements of ``true`` that differ from ``tensor``; return whether any do."""
-        if tensor.layout is not torch.strided or _storage_key(tensor) is None:
+        if tensor.layout is not torch.strided or storage(tensor) is None:
             return False
         flat, start = _span(tensor)
         if tensor.is_contiguous():
@@ -339,11 +294,6 @@ def _wide(tensor: Tensor, *true: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.element_size() < dtype.itemsize else tensor.clone()
 
 
-Change = Callable[[Tensor], Tensor]
-
-_UNDECLARED = ("batch_norm", "rnn")
-"""Parts of the names of operations that change buffers without declaring it; operations of other libraries may do so, too."""
-_ONLY_OVERWRITE = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
 _KEEP_MAGNITUDE = frozenset(
     {"clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"}
     | {"constant_pad_nd", "repeat", "flip", "roll", "slice_backward", "select_backward", "relu", "relu_", "neg", "abs"}
@@ -351,125 +301,6 @@ _KEEP_MAGNITUDE = frozenset(
     | {"max_pool2d_with_indices", "sign", "embedding", "zeros_like", "new_zeros", "zero_", "fill_", "full_like"}
 )
 """Operations that cannot underflow."""
-_WRITES: dict[int, bool] = {}
-_DRAWS: dict[int, bool] = {}
-"""By the identity of an operation, which lives as long as the process: torch builds both answers anew each time."""
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of operations between processes, which are never recomputed."""
-
-
-def wait_for_exchange(func: Any, result: Any) -> None:
-    """Wait until a collective has written its results; it returns while another thread, or stream, still writes them.
-
-    Sends and receives are not waited for: the other process may have to be asked first. A second wait, the script's own, returns at once.
-    """
-    if func.namespace == "c10d":
-        wait = getattr(result[-1], "wait", None) if isinstance(result, (tuple, list)) and result else None
-        if wait is not None:
-            wait()
-    elif func.overloadpacket.__name__ != "wait_tensor":
-        for tensor in flat_tensors((result,)):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def writes(func: Any) -> bool:
-    """Return whether an operation writes into an argument."""
-    known = _WRITES.get(id(func))  # hashing the operation itself is a Python call
-    if known is None:
-        known = _WRITES[id(func)] = bool(func._schema.is_mutable)
-    return known
-
-
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments that the operation writes into."""
-    found: list[Any] = []
-    for place, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(spec.name))
-    return flat_tensors(found)
-
-
-def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
-    """Return the results of an operation: the tensors that it wrote into, then those that it returned."""
-    if not writes(func):
-        return flat_tensors((result,))
-    changed = written(func, args, kwargs)
-    known = {id(t) for t in changed}
-    return [*changed, *(t for t in flat_tensors((result,)) if id(t) not in known)]
-
-
-def arguments_before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments before the operation runs, with copies of the tensors that it changes."""
-    changed = {id(t) for t in written(func, args, kwargs)}
-
-    def kept(value: Any) -> Any:
-        return value.clone() if id(value) in changed else value
-
-    return _mapped(list(args), kept), {name: _mapped(value, kept) for name, value in kwargs.items()}
-
-
-def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``values`` with everything in their lists and tuples changed: the dispatcher passes no other containers."""
-    if isinstance(values, (list, tuple)):
-        return type(values)([_mapped(value, change) for value in values])
-    return change(values)
-
-
-def operands(
-    func: Any, kept: tuple[Sequence[Any], dict[str, Any]], passed: tuple[Sequence[Any], dict[str, Any]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors that the operation reads, each as it was before and as passed, without those that it only overwrites."""
-    overwrites = func.overloadpacket.__name__ in _ONLY_OVERWRITE or "out" in func._overloadname
-    skipped = {id(t) for t in written(func, *passed)} if overwrites else set()
-    pairs = zip(*(flat_tensors((*args, *kwargs.values())) for args, kwargs in (kept, passed)), strict=True)
-    return [(a, b) for a, b in pairs if id(b) not in skipped]
-
-
-def recomputed(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change, *, least: torch.dtype = FP32.dtype
-) -> list[Tensor] | None:
-    """Return the operation's results in FP32, in the order of ``outputs``; None if it has no such kernel.
-
-    Args:
-        func: the operation.
-        args: its arguments as they were before it ran.
-        kwargs: its keyword arguments, likewise.
-        change: returns a tensor's true values, with 16-bit values in FP32; tensors that the operation writes into are copied.
-        least: the format that narrower ones named among the arguments become.
-    """
-    changed = {id(t) for t in written(func, args, kwargs)} if writes(func) else set()
-    copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
-
-    def widened(tensor: Tensor) -> Tensor:
-        wide = change(tensor)
-        return wide.clone() if (copies or id(tensor) in changed) and wide is tensor else wide
-
-    def in_wide_formats(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return widened(value)
-        narrow = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < least.itemsize
-        return least if narrow else value
-
-    wide_args = _mapped(list(args), in_wide_formats)
-    wide_kwargs = {name: _mapped(value, in_wide_formats) for name, value in kwargs.items()}
-    try:
-        result = func(*wide_args, **wide_kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # its kernels take only 16-bit operands
-        return None
-    return outputs(func, wide_args, wide_kwargs, result)
-
-
-def dropout_in_fp32(args: Sequence[Any], kwargs: dict[str, Any], result: Any, change: Change) -> list[Tensor]:
-    """Return the FP32 results of ``native_dropout`` with the mask that it drew."""
-    probability = args[1] if len(args) > 1 else kwargs["p"]
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
-    return [change(args[0]) * result[1] * scale, result[1]]
-
-
-def at_least(tensor: Tensor, least: torch.dtype) -> Tensor:
-    """Return a floating-point tensor narrower than ``least`` in it, and any other unchanged."""
-    narrow = tensor.is_floating_point() and tensor.element_size() < least.itemsize
-    return tensor.to(least) if narrow else tensor
 
 
 @dataclass
@@ -489,10 +320,7 @@ class Recomputable:
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        known = _DRAWS.get(id(self.func))
-        if known is None:
-            known = _DRAWS[id(self.func)] = torch.Tag.nondeterministic_seeded in self.func.tags
-        return known
+        return draws(self.func)
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Return its results."""

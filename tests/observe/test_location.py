@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers_torch import op_db
 from mezzo import oplists
-from mezzo.observe.nonfinite.location import public_name
+from mezzo.observe.location import public_name
 
 NAMES = {
     "_to_copy": "to",
