@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mezzo.errors import UnsupportedFormatError as UnsupportedFormatError
     from mezzo.explain import Choice as Choice
     from mezzo.measure.checkpointing.plan import checkpoint as checkpoint
+    from mezzo.observe.compare_points import compare_point as compare_point
     from mezzo.policy import Policy as Policy
     from mezzo.records import read_record as read_record
 

@@ -19,6 +19,7 @@ from mezzo.commands.audit import command as audit
 from mezzo.commands.check import command as check
 from mezzo.commands.compare import command as compare
 from mezzo.commands.diagnose import command as diagnose
+from mezzo.commands.diff import command as diff
 from mezzo.commands.doctor import command as doctor
 from mezzo.commands.fallback import command as fallback
 from mezzo.commands.predict import command as predict
@@ -61,6 +62,7 @@ _add("tune", with_groups(tune.tune, resumes=True), tune.HELP)
 _add("watch", with_groups(watch.watch), watch.HELP)
 _add("audit", with_groups(audit.audit), audit.HELP)
 _add("diagnose", with_groups(diagnose.diagnose), diagnose.HELP)
+_add("diff", with_groups(diff.diff), diff.HELP)
 _add("ranges", with_groups(ranges.ranges), ranges.HELP)
 _add("fallback", with_groups(fallback.fallback, resumes=True), fallback.HELP)
 _add("predict", with_groups(predict.predict), predict.HELP)

@@ -36,7 +36,7 @@ from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.training import StepLimit, Training, training_in
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
-from mezzo.observe.settings import FallbackSettings, step_text
+from mezzo.observe.settings import FallbackSettings, ValuesSettings, step_text
 from mezzo.records import AnyRecord, Finding, Note, RunRecord, SnapshotsTaken, write_record
 
 _COMPILER = "torch._dynamo"
@@ -243,6 +243,7 @@ while holding the GIL, which that thread needs to release the last all-reduce (t
 def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
         importlib.import_module(request.stand_in.module).provide(without_amp=True)
+    sys.path[1:1] = request.import_paths
     if run_file is not None:
         script = _file_of(request)
         sys.path[0] = script.folder
@@ -278,6 +279,13 @@ def _ending_without_exception(request: Request, training: Training, *, resumed: 
     had_trained = (
         resumed is not None and resumed.resumed_from is not None
     )  # it may have been stopped after its last update
+    if (
+        error is None
+        and isinstance(request.observe, ValuesSettings)
+        and observer is not None
+        and not observer.too_short()
+    ):
+        return 0, None  # values are compared of a forward pass, too
     if error is None and not num_steps and not had_trained:
         error = _never_trained(request, has_any_loss=training.has_any_loss)
     elif error is None and observer is not None and observer.too_short():

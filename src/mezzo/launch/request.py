@@ -84,6 +84,8 @@ class Request(BaseModel):
     """Environment variables for this run, which override the command's."""
     work_folder: str | None = None
     """The folder to run the script in; None for the command's."""
+    import_paths: tuple[str, ...] = ()
+    """Folders to import from before all others but the script's own."""
     tape_file: str = ""
     """The file for the operations of a step, for a prediction; empty to record none. Only of frameworks other than PyTorch."""
     trace: TraceRequest | None = None
@@ -221,6 +223,8 @@ class ModelChanges(_Part):
     """Store convolution weights and images channels-last."""
     compiles: bool = False
     """Compile the model with ``torch.compile``."""
+    compile_only: tuple[str, ...] = ()
+    """The modules to compile, by name, each for itself; empty for the whole model."""
     checkpoint: str = ""
     """Checkpoint each model by this plan, or within this many bytes, at its first call in training; empty for no checkpointing."""
     counts_inputs: bool = False

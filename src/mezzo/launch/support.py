@@ -34,6 +34,9 @@ _LIMITED: dict[str, _Limited] = {
     "mezzo diagnose": _Limited("compiled steps hide their values"),
     "mezzo ranges": _Limited("compiled steps hide their values"),
     "mezzo fallback": _Limited("compiled steps hide their values"),
+    "mezzo diff": _Limited(
+        "compiled steps hide their values", "mezzo compare compares losses and metrics in every framework"
+    ),
     "mezzo tune": _Limited(
         "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
     ),

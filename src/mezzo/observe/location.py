@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.source_lines import script_line
 from mezzo.observe.trace import LAST_NUMBER, NOWHERE, GraphNode, RunningCall, nearest
 from mezzo.observe.tracer import Tracer, TracerFlags
+
+T = TypeVar("T")
 
 
 class OperationPlace(NamedTuple):
@@ -36,8 +38,12 @@ class OperationPlace(NamedTuple):
 class PlacingTracer(Tracer):
     """A tracer that also records where the nodes of the graph were created."""
 
-    def __init__(self, formats: OperandFormats, *, device_type: str, flags: TracerFlags) -> None:
+    def __init__(
+        self, formats: OperandFormats, *, device_type: str, flags: TracerFlags, problems: dict[str, str] | None = None
+    ) -> None:
         super().__init__(formats, device_type=device_type, flags=flags)
+        self._problems = {} if problems is None else problems
+        """Operations that could not be inspected, and why."""
         self._created: dict[int, tuple[str, str]] = {}
         """The operation that created a graph node, and the script's line, by the node's identity."""
         self._running: tuple[Any, Sequence[Any]] = (None, ())
@@ -75,6 +81,24 @@ class PlacingTracer(Tracer):
             return OperationPlace(op, None, "", backward=True)
         number = node.number if node.number in self._created else nearest(sorted(self._created), node.number)
         return OperationPlace(op, self.trace.creator(node).module, self._created[number][1], backward=True)
+
+    def attempt(self, inspection: Callable[[], T]) -> T | None:
+        """Let the script continue if its tensors cannot be inspected; the record says so."""
+        # Not torch.autocast, which costs as much as an operation, nor torch's public functions, which Mezzo replaces for a script.
+        device_type = self._device_type
+        autocast = torch._C.is_autocast_enabled(device_type)
+        if autocast:
+            torch._C.set_autocast_enabled(device_type, False)
+        try:
+            with torch._C.DisableTorchFunction():
+                return inspection()
+        except Exception as error:
+            op = public_name(self._running[0].overloadpacket.__name__)
+            self._problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+        finally:
+            if autocast:
+                torch._C.set_autocast_enabled(device_type, True)
 
     def _node(self) -> GraphNode:
         """Return the running graph node, or the node of the emulated operation in which it runs."""

@@ -127,8 +127,30 @@ class FallbackSettings(ObserverSettings):
     """Parameters that are left out of the comparison."""
 
 
+class ValuesSettings(ObserverSettings):
+    """Settings of fingerprints: every value of a run's first steps."""
+
+    kind: Literal["values"] = "values"
+    steps: StepNumbers = (1, 2, 3)
+    """Numbers of the steps to record, from 1 without a gap."""
+    path: str = ""
+    """The file to write; empty if the caller reads the log in the same process."""
+    in_fp64: bool = False
+    """Whether each operation is computed again in FP64, for the error of its result."""
+    mirrored: bool = False
+    """Whether every result gets the opposite rounding error at random elements."""
+    seed: int | None = None
+    """Seed of the global generators before the script sets its own; None leaves them as they are."""
+    deterministic: bool = False
+    """Whether torch uses deterministic kernels where it has them."""
+    outcomes_only: bool = False
+    """Whether only losses, gradients, updates and compare points are recorded: compiled code then stays compiled."""
+    ends_script: bool = True
+    """Whether the script ends after the last step."""
+
+
 AnySettings: TypeAlias = Annotated[
-    AuditSettings | RangesSettings | DiagnoseSettings | FallbackSettings, Field(discriminator="kind")
+    AuditSettings | RangesSettings | DiagnoseSettings | FallbackSettings | ValuesSettings, Field(discriminator="kind")
 ]
 
 

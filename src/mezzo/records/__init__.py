@@ -44,6 +44,15 @@ if TYPE_CHECKING:
     from mezzo.commands.diagnose.record import Pass as Pass
     from mezzo.commands.diagnose.record import StepPhase as StepPhase
     from mezzo.commands.diagnose.record import TrendStep as TrendStep
+    from mezzo.commands.diff.record import DiffBeginning as DiffBeginning
+    from mezzo.commands.diff.record import DiffOutcome as DiffOutcome
+    from mezzo.commands.diff.record import DiffRecord as DiffRecord
+    from mezzo.commands.diff.record import DiffTrial as DiffTrial
+    from mezzo.commands.diff.record import DiffVerdict as DiffVerdict
+    from mezzo.commands.diff.record import ModuleGrowth as ModuleGrowth
+    from mezzo.commands.diff.record import PointDifference as PointDifference
+    from mezzo.commands.diff.record import ValuePair as ValuePair
+    from mezzo.commands.diff.record import ValuePlace as ValuePlace
     from mezzo.commands.doctor.record import DeviceReport as DeviceReport
     from mezzo.commands.doctor.record import DoctorRecord as DoctorRecord
     from mezzo.commands.doctor.record import FormatSupport as FormatSupport

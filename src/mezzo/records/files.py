@@ -19,6 +19,7 @@ from mezzo.commands.audit.record import AuditRecord
 from mezzo.commands.check.record import CheckRecord
 from mezzo.commands.compare.record import CompareRecord
 from mezzo.commands.diagnose.record import DiagnoseRecord
+from mezzo.commands.diff.record import DiffRecord
 from mezzo.commands.doctor.record import DoctorRecord
 from mezzo.commands.fallback.record import FallbackRecord
 from mezzo.commands.predict.record import PredictRecord
@@ -38,6 +39,7 @@ AnyRecord: TypeAlias = (
     | RangesRecord
     | AuditRecord
     | DiagnoseRecord
+    | DiffRecord
     | FallbackRecord
     | PredictRecord
     | TuneRecord

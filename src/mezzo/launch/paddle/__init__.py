@@ -32,7 +32,14 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.support import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
+from mezzo.observe.settings import (
+    AnySettings,
+    AuditSettings,
+    DiagnoseSettings,
+    FallbackSettings,
+    RangesSettings,
+    StopScript,
+)
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Note, Steps
 
@@ -195,6 +202,7 @@ def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
         return Fallback(settings, run)
     from mezzo.launch.paddle.audit import Audit
 
+    assert isinstance(settings, AuditSettings), settings  # the command refuses what is left
     return Audit(settings, run)
 
 

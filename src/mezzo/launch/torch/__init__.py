@@ -39,7 +39,14 @@ from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
-from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings, StopScript
+from mezzo.observe.settings import (
+    AnySettings,
+    DiagnoseSettings,
+    FallbackSettings,
+    RangesSettings,
+    StopScript,
+    ValuesSettings,
+)
 from mezzo.observe.source_lines import is_of_mezzo, script_line
 from mezzo.policy import Policy
 from mezzo.records import (
@@ -148,6 +155,10 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
         from mezzo.observe.fallback.observer import Fallback
 
         return Fallback(settings, run)
+    if isinstance(settings, ValuesSettings):
+        from mezzo.observe.values.observer import Values
+
+        return Values(settings, run)
     from mezzo.observe.audit.observer import Audit
 
     return Audit(settings, run)

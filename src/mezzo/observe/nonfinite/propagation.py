@@ -33,7 +33,7 @@ from mezzo.engine.matrix_units.emulation import running
 from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.location import PlacingTracer, public_name
+from mezzo.observe.location import PlacingTracer
 from mezzo.observe.nonfinite.evidence import (
     FaultSource,
     GradientErrors,
@@ -108,7 +108,7 @@ class InfinityTracer(PlacingTracer):
             weights: returns the trained parameters.
             problems: takes the operations that could not be inspected, and why.
         """
-        super().__init__(formats, device_type=device_type, flags=flags)
+        super().__init__(formats, device_type=device_type, flags=flags, problems=problems)
         self.sources: list[FaultSource] = []
         self.nonfinite_results: list[NonFiniteResult] = []
         self.update_sources: list[FaultSource] = []
@@ -272,7 +272,7 @@ class InfinityTracer(PlacingTracer):
             return func(*args, **kwargs)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        operation = self._attempt(lambda: self._prepared(func, args, kwargs))
+        operation = self.attempt(lambda: self._prepared(func, args, kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -282,26 +282,8 @@ class InfinityTracer(PlacingTracer):
         if not self.in_backward():
             self._note_numbers(func, args, result)
         if operation is not None:
-            self._attempt(lambda: self._inspect(index, operation, result))
+            self.attempt(lambda: self._inspect(index, operation, result))
         return result
-
-    def _attempt(self, inspection: Callable[[], T]) -> T | None:
-        """Let the script continue if its tensors cannot be inspected; the record says so."""
-        # Not torch.autocast, which costs as much as an operation, nor torch's public functions, which Mezzo replaces for a script.
-        device_type = self._device_type
-        autocast = torch._C.is_autocast_enabled(device_type)
-        if autocast:
-            torch._C.set_autocast_enabled(device_type, False)
-        try:
-            with torch._C.DisableTorchFunction():
-                return inspection()
-        except Exception as error:
-            op = public_name(self._running[0].overloadpacket.__name__)
-            self._problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
-            return None
-        finally:
-            if autocast:
-                torch._C.set_autocast_enabled(device_type, True)
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,176 @@
+"""Align the events of two runs: weights, gradients and compare points by name, operations by their order. Pure.
+
+Operations are aligned step by step, forward and backward apart, as lines of text are: first those with the same name, module and shapes,
+then, in the gaps, those with the same name and shapes in modules of other names. What has no counterpart stays alone: a fused operation
+and its parts are such a gap, and the values behind it show whether they agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import TypeAlias
+
+from mezzo.observe.values.log import Event, Kind, ValuesLog
+
+Pairs: TypeAlias = dict[int, int]
+"""Events of the first run, each with the event of the second."""
+_PRODUCTS = frozenset(("addmm", "mm", "bmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot"))
+REARRANGES = frozenset(
+    (
+        "view",
+        "reshape",
+        "clone",
+        "contiguous",
+        "expand",
+        "transpose",
+        "permute",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "copy_",
+    )
+)
+"""Operations that only move values."""
+_NAMED: tuple[Kind, ...] = ("weight", "buffer", "gradient", "update", "state", "point")
+_IN_ORDER: tuple[Kind, ...] = ("operation", "cast")
+
+
+def aligned(a: ValuesLog, b: ValuesLog) -> Pairs:
+    """Return which event of ``b`` each event of ``a`` is; events without a counterpart are left out."""
+    if [e.op for e in a.events] == [e.op for e in b.events] and all(map(_same_place, a.events, b.events)):
+        return {n: n for n in range(len(a.events))}
+    pairs: Pairs = {}
+    for kind in _NAMED:
+        pairs |= _by_name(_of_kind(a, kind), _of_kind(b, kind), a, b)
+    pairs |= _losses(a, b)
+    first, second = _sequences(a), _sequences(b)
+    for where in first.keys() & second.keys():
+        pairs |= dict(_in_order(first[where], second[where], a, b))
+    pairs |= _leaves_read_alike(a, b, pairs)
+    return dict(sorted(pairs.items()))
+
+
+def _same_place(one: Event, other: Event) -> bool:
+    return (one.kind, one.step, one.phase, one.module) == (other.kind, other.step, other.phase, other.module) and (
+        [output.shape for output in one.outputs] == [output.shape for output in other.outputs]
+    )
+
+
+def _of_kind(log: ValuesLog, kind: Kind) -> list[int]:
+    return [n for n, event in enumerate(log.events) if event.kind == kind]
+
+
+def _by_name(
+    first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog
+) -> Iterator[tuple[int, int]] | Pairs:
+    """Pair events of one kind by step and name; those whose names have no counterpart by their order in the step."""
+    names, others = _numbered(first, a, _name), _numbered(second, b, _name)
+    pairs = {n: others[key] for key, n in names.items() if key in others}
+    taken = set(pairs.values())
+    rest = _numbered([n for n in first if n not in pairs], a, _shape)
+    left = _numbered([n for n in second if n not in taken], b, _shape)
+    return pairs | {n: left[key] for key, n in rest.items() if key in left}
+
+
+def _losses(a: ValuesLog, b: ValuesLog) -> Pairs:
+    """Pair the losses of each step in which both runs have as many: micro-batches have losses of their own."""
+    first, second = defaultdict(list), defaultdict(list)
+    for log, found in ((a, first), (b, second)):
+        for n in _of_kind(log, "loss"):
+            found[log.events[n].step].append(n)
+    return {
+        n: other
+        for step in first
+        if len(first[step]) == len(second[step])
+        for n, other in zip(first[step], second[step], strict=True)
+    }
+
+
+def _numbered(numbers: Sequence[int], log: ValuesLog, key: Callable[[Event], Hashable]) -> dict[Hashable, int]:
+    """Return the events by key; those with one key are numbered."""
+    counts: dict[Hashable, int] = defaultdict(int)
+    found: dict[Hashable, int] = {}
+    for n in numbers:
+        known = key(log.events[n])
+        found[known, counts[known]] = n
+        counts[known] += 1
+    return found
+
+
+def _name(event: Event) -> Hashable:
+    return (event.op if event.kind == "point" else event.module), event.step if event.kind in (
+        "gradient",
+        "update",
+        "loss",
+    ) else 0
+
+
+def _shape(event: Event) -> Hashable:
+    return event.step, tuple(output.shape for output in event.outputs)
+
+
+def _sequences(log: ValuesLog) -> dict[tuple[int, str], list[int]]:
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for n, event in enumerate(log.events):
+        if event.kind in _IN_ORDER:
+            found[event.step, event.phase].append(n)
+    return found
+
+
+def _in_order(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    gap: tuple[int, int] = (0, 0)
+    for i, j, size in _matches([_place(a.events[n]) for n in first], [_place(b.events[n]) for n in second]):
+        yield from _in_gap(first[gap[0] : i], second[gap[1] : j], a, b)
+        yield from zip(first[i : i + size], second[j : j + size], strict=True)
+        gap = i + size, j + size
+
+
+def _in_gap(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    for i, j, size in _matches([_function(a.events[n]) for n in first], [_function(b.events[n]) for n in second]):
+        yield from zip(first[i : i + size], second[j : j + size], strict=True)
+
+
+def _matches(first: list[Hashable], second: list[Hashable]) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of equal keys, as difflib finds them, after what both begin with."""
+    shared = next(
+        (n for n, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
+    )
+    yield 0, 0, shared
+    for i, j, size in SequenceMatcher(None, first[shared:], second[shared:], autojunk=False).get_matching_blocks():
+        yield i + shared, j + shared, size
+
+
+def family(op: str) -> str:
+    """Return the name under which operations count as the same: products have one, whatever function computes them."""
+    return "product" if op in _PRODUCTS else op
+
+
+def _function(event: Event) -> Hashable:
+    shapes = tuple(sorted(output.shape for output in event.outputs if output.shape))
+    return family(event.op), shapes, event.kind == "cast" and event.outputs[0].format
+
+
+def _place(event: Event) -> Hashable:
+    return event.module, _function(event)
+
+
+def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
+    """Pair data and constants that paired operations read at the same place."""
+    found: Pairs = {}
+    taken: set[int] = set()
+    for n, other in pairs.items():
+        reads, others = a.events[n].reads, b.events[other].reads
+        if len(reads) != len(others):
+            continue
+        for one, two in zip(reads, others, strict=True):
+            kinds = a.events[one.event].kind, b.events[two.event].kind
+            if (
+                kinds in (("data", "data"), ("constant", "constant"))
+                and one.event not in found
+                and two.event not in taken
+            ):
+                found[one.event] = two.event
+                taken.add(two.event)
+    return found

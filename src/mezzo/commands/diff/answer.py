@@ -1,0 +1,216 @@
+"""What two logs of values say, as parts of a record. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mezzo.commands.diff.judge import Beginning, Judged, bits_kept
+from mezzo.commands.diff.record import (
+    DiffBeginning,
+    DifferentBy,
+    DiffOutcome,
+    DiffVerdict,
+    ModuleGrowth,
+    PointDifference,
+    ValuePair,
+    ValuePlace,
+)
+from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
+
+_MOST_LISTED = 12
+_BAND = 0.2
+"""How far a ratio of probabilities may be from 1: the clip range of PPO (Schulman et al., arXiv:1707.06347, section 6.1)."""
+_SUMS_TO_ONE = 1e-2
+_WHOLE = {"gradient": "gradients", "update": "updates", "state": "statistics"}
+
+
+def answer(
+    a: ValuesLog, b: ValuesLog, found: Judged, *, control: ValuesLog | None, control_of_b: bool
+) -> dict[str, Any]:
+    """Return the parts of a record that follow from two logs."""
+    errors = _Errors(a, b, control if not control_of_b else None, control if control_of_b else None)
+    first = None if found.first is None else _pair(a, b, *found.first, found, errors)
+    return {
+        "verdict": verdict_of(a, found),
+        "steps": sorted({event.step for event in a.events}),
+        "num_values": len(a.events),
+        "num_paired": len(found.pairs),
+        "num_identical": sum(apart == 0 for apart in found.distance.values()),
+        "has_control": control is not None,
+        "first": first,
+        "beginnings": [_beginning(a, b, one, found, errors) for one in found.beginnings[:_MOST_LISTED]],
+        "outcomes": list(_outcomes(a, b, found)),
+        "points": list(_points(a.points, b.points)),
+        "growth": list(_growth(a, found)),
+        "unstable": [_place(a.events[n]) for n in found.unstable[:_MOST_LISTED]],
+    }
+
+
+def verdict_of(a: ValuesLog, found: Judged) -> DiffVerdict:
+    """Return the verdict on two runs."""
+    kinds = {a.events[one.a].kind for one in found.beginnings}
+    if found.beginnings:
+        first = a.events[found.beginnings[0].a]
+        if kinds & {"weight", "buffer"} and first.step == 1 and first.kind in LEAVES:
+            return "different weights"
+        return "different data" if first.kind == "data" else "beyond rounding"
+    if found.identical:
+        return "identical"
+    return "not repeatable" if found.unstable else "rounding"
+
+
+class _Errors:
+    """The errors of events against FP64: a run's own, or its control's."""
+
+    def __init__(self, a: ValuesLog, b: ValuesLog, control_a: ValuesLog | None, control_b: ValuesLog | None) -> None:
+        self._of = {id(a): control_a, id(b): control_b}
+
+    def of(self, log: ValuesLog, event: int) -> float | None:
+        """Return the error of an event; None if it is unknown."""
+        known = log.events[event].error
+        control = self._of[id(log)]
+        if known is None and control is not None and event < len(control.events):
+            same = control.events[event]
+            known = same.error if (same.op, same.module) == (log.events[event].op, log.events[event].module) else None
+        return known if known is not None and math.isfinite(known) else None
+
+
+def _place(event: Event) -> ValuePlace:
+    return ValuePlace(
+        op=event.op,
+        module=event.module,
+        phase=event.phase,
+        step=event.step,
+        line=event.line,
+        format=event.outputs[0].format if event.outputs else "",
+    )
+
+
+def _pair(a: ValuesLog, b: ValuesLog, n: int, other: int, found: Judged, errors: _Errors) -> ValuePair:
+    return ValuePair(
+        a=_place(a.events[n]),
+        b=_place(b.events[other]),
+        distance=found.distance[n],
+        allowed=found.allowed[n],
+        error_a=errors.of(a, n),
+        error_b=errors.of(b, other),
+    )
+
+
+def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Judged, errors: _Errors) -> DiffBeginning:
+    pair = _pair(a, b, one.a, one.b, found, errors)
+    return DiffBeginning(
+        **pair.model_dump(),
+        by=_by(a.events[one.a], one),
+        settings=list(one.settings),
+        only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_LISTED:]],
+        only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_LISTED:]],
+        num_alike=len(one.others),
+    )
+
+
+def _by(event: Event, one: Beginning) -> DifferentBy:
+    if event.kind in LEAVES:
+        return "start"
+    if one.settings:
+        return "settings"
+    if one.only_a or one.only_b:
+        return "operations"
+    if one.formats is not None:
+        return "format"
+    if one.parts:
+        return "part"
+    return "random numbers" if event.draws else "values"
+
+
+def _outcomes(a: ValuesLog, b: ValuesLog, found: Judged) -> Iterable[DiffOutcome]:
+    """Yield losses, and all gradients, updates and statistics of a step taken together."""
+    for n in found.pairs:
+        event = a.events[n]
+        if event.kind == "loss":
+            yield DiffOutcome(what="loss", step=event.step, distance=found.distance[n], allowed=found.allowed[n])
+    for kind, name in _WHOLE.items():
+        for step in sorted({event.step for event in a.events if event.kind == kind}):
+            of_step = [n for n in found.pairs if (a.events[n].kind, a.events[n].step) == (kind, step)]
+            if of_step:
+                allowed = together(a, {n: found.allowed[n] for n in of_step})
+                yield DiffOutcome(what=name, step=step, distance=whole_distance(a, b, of_step, found), allowed=allowed)
+
+
+def whole_distance(a: ValuesLog, b: ValuesLog, events: Iterable[int], found: Judged) -> float:
+    """Return the relative distance of the results of several events taken together."""
+    return together(a, {n: found.distance[n] for n in events})
+
+
+def together(a: ValuesLog, shares: Mapping[int, float]) -> float:
+    """Return the relative size of several vectors in one, from each one's relative size."""
+    squares = {n: float(a.numbers[a.rows(n)][:, 0].sum()) for n in shares}
+    whole = sum(squares.values())
+    if not whole:
+        return max(shares.values(), default=0.0)
+    return math.sqrt(sum(shares[n] ** 2 * squares[n] for n in shares) / whole)
+
+
+def final_distance(a: ValuesLog, b: ValuesLog, found: Judged) -> float:
+    """Return how far apart two runs are in what the first step leads to: its compare points, else gradients, else its loss."""
+    for kind in ("point", "gradient", "loss"):
+        events = [n for n in found.pairs if a.events[n].kind == kind and a.events[n].step == 1]
+        if events:
+            return whole_distance(a, b, events, found)
+    return max(found.distance.values(), default=0.0)
+
+
+def _growth(a: ValuesLog, found: Judged) -> Iterable[ModuleGrowth]:
+    """Yield the bits that agree where each module of the first step ends, in the order of the run."""
+    last: dict[tuple[str, str], int] = {}
+    for n in found.pairs:
+        event = a.events[n]
+        if (
+            event.step == 1
+            and event.kind == "operation"
+            and any("fp" in o.format or "bf" in o.format for o in event.outputs)
+        ):
+            last.pop((event.phase, event.module), None)
+            last[event.phase, event.module] = n
+    for (phase, module), n in last.items():
+        bits, explained = bits_kept(np.array([found.distance[n], found.allowed[n]])).tolist()
+        yield ModuleGrowth(module=module, phase=phase, bits=bits, explained_bits=explained)
+
+
+# --- compare points ------------------------------------------------------------------------------------------------------------------
+
+
+def _points(a: Mapping[str, Floats], b: Mapping[str, Floats]) -> Iterable[PointDifference]:
+    for key in a:
+        name, _, number = key.rpartition("#")
+        if key in b and a[key].shape == b[key].shape:
+            yield compare_values(name, "both runs" if number == "1" else f"both runs, value {number}", a[key], b[key])
+    for values, run in ((a, "the first run"), (b, "the second run")):
+        for key in values:
+            name, _, number = key.rpartition("#")
+            first = values[f"{name}#1"]
+            if number != "1" and first.shape == values[key].shape:
+                yield compare_values(name, f"values 1 and {number} of {run}", first, values[key])
+
+
+def compare_values(name: str, against: str, a: Floats, b: Floats) -> PointDifference:
+    """Compare two values of one name; where they can be log-probabilities, as such."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        whole = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+        apart = float(np.linalg.norm(a - b)) if whole else 0.0
+        distance = apart / whole if whole and math.isfinite(apart) else (0.0 if not whole else math.inf)
+        could_be = bool(a.size) and bool((a <= 1e-3).all()) and bool((b <= 1e-3).all()) and bool(np.isfinite(a).all())
+        if not could_be:
+            return PointDifference(name=name, against=against, distance=distance)
+        sums = np.exp(a).sum(axis=-1) if a.ndim else np.zeros(1)
+        rows = a.ndim > 0 and a.shape[-1] > 1 and bool((abs(sums - 1) < _SUMS_TO_ONE).all())
+        ahead = b - a
+        kl = float((np.exp(a) * (a - b)).sum(axis=-1).mean()) if rows else float((np.exp(ahead) - 1 - ahead).mean())
+        outside = float((abs(np.exp(ahead) - 1) > _BAND).mean())
+    return PointDifference(
+        name=name, against=against, distance=distance, is_log_probabilities=rows, kl=kl, outside=outside, band=_BAND
+    )

@@ -1,0 +1,204 @@
+"""``mezzo diff``: where two runs part, what began it, and what helps."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mezzo.children.signals import Stopped, stoppable
+from mezzo.cli import options, results
+from mezzo.cli.progress import shown
+from mezzo.cli.ranks import refuse_in_several
+from mezzo.cli.script import Script, finished_before
+from mezzo.cli.shown_help import HelpPage
+from mezzo.cli.words import typed
+from mezzo.errors import UsageError
+from mezzo.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    from mezzo.commands.diff.sides import Mode, Side
+    from mezzo.records import DiffRecord, RunRecord
+
+HELP = HelpPage(
+    group="understand",
+    says="find where two runs part, what began it, and what helps",
+    example="mezzo diff --policies fp32,bf16 train.py",
+    shown=("--policies", "--checkout", "--compile", "--steps", "--out", "--json", "-m"),
+)
+
+_SAME = ("identical", "rounding")
+
+
+def diff(
+    script: Script,
+    policies: Annotated[str | None, options.policies_option("Two policies, separated by a comma.")] = None,
+    checkout: Annotated[
+        str | None,
+        typer.Option(metavar="COMMIT", help="Compare the script of this git commit with the script as it is."),
+    ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compare the script with its models compiled.")] = False,
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, max=100, help="Number of training steps to compare. The script stops after them."
+        ),
+    ] = 2,
+) -> None:
+    """Find the operation from which on two runs differ by more than rounding, and what is different there.
+
+    Two policies, a commit and the script as it is, eager and compiled, two scripts (mezzo diff old.py new.py), or two records that
+    mezzo run --fingerprints made (mezzo diff a/record.json b/record.json). The runs have the same seeds and deterministic kernels.
+
+    What rounding explains is measured: the script runs once more, with its rounding errors mirrored at random.
+
+    Exit code 0: identical, or apart by rounding alone; 1: further apart, or nothing to compare.
+    """
+    refuse_in_several("mezzo diff", hint="run it in one process")
+    began_s = time.monotonic()
+    given = {"--policies": policies, "--checkout": checkout, "--compile": compile or None}
+    mode = _mode(script, {name: value for name, value in given.items() if value is not None})
+    if mode == "records":
+        _finish_records(script, began_s)
+    with temporary_folder() if mode == "checkout" else nullcontext(Path()) as commit_folder:
+        sides = _sides(script, mode, policies=policies, checkout=checkout, folder=Path(commit_folder))
+        _finish_runs(script, mode, sides, steps=tuple(range(1, steps + 1)), began_s=began_s)
+
+
+def _mode(script: Script, given: dict[str, Any]) -> Mode:
+    """Return what is compared.
+
+    Raises:
+        UsageError: nothing, or two things at once.
+    """
+    from mezzo.cli.words import with_value
+
+    words = script.arguments or []
+    if _is_record(script.target):
+        return "records"
+    if len(given) > 1:
+        first, second = list(given)[:2]
+        raise UsageError(
+            f"{first} and {second} were given; allowed: one of them",
+            hint=f"leave out {second}, and compare it on its own",
+        )
+    if given:
+        mode: Mode = {"--policies": "policies", "--checkout": "checkout", "--compile": "compile"}[next(iter(given))]  # type: ignore[assignment]
+        return mode
+    if words and words[0].endswith(".py") and Path(words[0]).is_file():
+        return "scripts"
+    raise UsageError(
+        "there is nothing to compare the script with; allowed: --policies A,B, --checkout COMMIT, --compile, or a second script",
+        hint=f"type: {with_value('--policies', 'fp32,bf16')}",
+    )
+
+
+def _is_record(name: str) -> bool:
+    return name.endswith(".json") or (Path(name) / "record.json").is_file()
+
+
+def _sides(
+    script: Script, mode: Mode, *, policies: str | None, checkout: str | None, folder: Path
+) -> tuple[Side, Side]:
+    from mezzo.commands.diff import sides
+
+    if mode == "policies":
+        return sides.of_policies(script, policies or "")
+    if mode == "checkout":
+        return sides.of_checkout(script, checkout or "", folder)
+    if mode == "compile":
+        return sides.of_compile(script)
+    first, *rest = script.arguments or []
+    return sides.of_scripts(script, first, rest)
+
+
+def _finish_runs(
+    script: Script, mode: Mode, sides: tuple[Side, Side], *, steps: tuple[int, ...], began_s: float
+) -> None:
+    from mezzo.commands.diff.runs import DiffRuns
+    from mezzo.studies.loop import Study
+
+    for side in sides:
+        side.script.check(side.policy)
+    folder = script.folder("diff", leaves=("a", "b"))
+    finished = finished_before(replace(script, resume=None), folder, "diff", say=results.note)
+    engine = options.engine_of(None, None)
+    runs = DiffRuns(a=sides[0], b=sides[1], folder=folder, study=Study(engine, finished), steps=steps, say=results.note)
+    with stoppable() as stop:
+        try:
+            with shown(), engine.opened(folder):
+                parts = runs.run()
+        except Stopped as stopped:
+            results.note(f"{stopped}; the records of its runs are in {folder}")
+            raise typer.Exit(stopped.exit_code) from None
+        record = _record(
+            script,
+            mode,
+            (sides[0].name, sides[1].name),
+            runs.records["a"],
+            runs.records.get("b", runs.records["a"]),
+            parts,
+            began_s,
+        )
+        script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or int(record.verdict not in _SAME))
+
+
+def _finish_records(script: Script, began_s: float) -> None:
+    """Compare two records, and end the command."""
+    from mezzo.commands.diff.answer import answer
+    from mezzo.commands.diff.judge import judge
+    from mezzo.observe.values.log import VALUES_NAME, ValuesLog
+    from mezzo.records import RunRecord, read_record
+
+    words = script.arguments or []
+    if len(words) != 1:
+        raise UsageError(
+            f"mezzo diff {script.target} has {len(words)} records to compare it with; allowed: one",
+            hint="type: mezzo diff a/record.json b/record.json",
+        )
+    paths = [path / "record.json" if path.is_dir() else path for path in map(Path, (script.target, words[0]))]
+    read = [read_record(path) for path in paths]
+    records = [one for one in read if isinstance(one, RunRecord)]
+    if len(records) < len(read):
+        other = next(one for one in read if not isinstance(one, RunRecord))
+        raise UsageError(
+            f"the record of mezzo {other.kind.replace('_', '-')} has no fingerprints; allowed: records of mezzo run --fingerprints",
+            hint="type: mezzo run --fingerprints train.py",
+        )
+    a, b = (ValuesLog.load(path.with_name(VALUES_NAME)) for path in paths)
+    found = judge(a, b, same_formats=records[0].policy == records[1].policy)
+    parts = answer(a, b, found, control=None, control_of_b=False)
+    folder = script.folder("diff")
+    record = _record(script, "records", (str(paths[0].parent), str(paths[1].parent)), *records, parts, began_s)
+    script.finish(record, folder)
+    raise typer.Exit(int(record.verdict not in _SAME))
+
+
+def _record(
+    script: Script,
+    mode: Mode,
+    names: tuple[str, str],
+    run: RunRecord,
+    other: RunRecord,
+    parts: dict[str, Any],
+    began_s: float,
+) -> DiffRecord:
+    from mezzo.records import DiffRecord
+
+    return DiffRecord(
+        command=list(typed()),
+        script=script.target if mode != "records" else run.script,
+        mode=mode,
+        name_a=names[0],
+        name_b=names[1],
+        run=run,
+        other=other,
+        environment=run.environment,
+        duration_s=time.monotonic() - began_s,
+        **parts,
+    )

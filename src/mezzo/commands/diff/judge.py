@@ -1,0 +1,256 @@
+"""Decide what rounding explains of the difference of two runs, and where the rest began. Pure.
+
+How far rounding alone carries a value is measured, not assumed: a *control* run of one side has every rounding error mirrored at random
+(``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's, or
+that of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors is one.
+Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mezzo.commands.diff.align import REARRANGES, Pairs, aligned
+from mezzo.observe.values.log import LEAVES, OUTCOMES, Event, Floats, Read, ValuesLog, distances, rounding
+
+TIMES = 16.0
+"""How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
+JUMP = 64.0
+"""The growth of a distance in one operation that rounding hardly explains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """Where a difference beyond rounding begins."""
+
+    a: int
+    """The event of the first run."""
+    b: int
+    """The event of the second run."""
+    distance: float
+    allowed: float
+    """The largest distance that rounding explains."""
+    only_a: tuple[int, ...] = ()
+    """Operations between it and the last values that agree, which only the first run has."""
+    only_b: tuple[int, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+    """Settings that differ, in the first run and in the second."""
+    formats: tuple[str, str] | None = None
+    """The formats of its result, if they differ and were to be the same."""
+    parts: bool = False
+    """Whether it reads another part of a value."""
+    others: tuple[int, ...] = ()
+    """Events of the first run that begin in the same way: other parameters of one optimizer, other weights."""
+
+
+@dataclass(kw_only=True)
+class Judged:
+    """The difference of two runs."""
+
+    pairs: Pairs
+    distance: dict[int, float] = field(default_factory=dict)
+    """By event of the first run: the relative distance from its counterpart."""
+    allowed: dict[int, float] = field(default_factory=dict)
+    """By event of the first run: the largest distance that rounding explains."""
+    first: tuple[int, int] | None = None
+    """The first operation whose result is not identical."""
+    beginnings: list[Beginning] = field(default_factory=list)
+    """In the order of the first run."""
+    unstable: list[int] = field(default_factory=list)
+    """Events of the first run at which it does not repeat itself, the earliest of each chain."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether all bits of all values are equal."""
+        return not any(self.distance.values())
+
+
+def judge(
+    a: ValuesLog,
+    b: ValuesLog,
+    *,
+    again: ValuesLog | None = None,
+    control: ValuesLog | None = None,
+    control_of_b: bool = False,
+    same_formats: bool = True,
+) -> Judged:
+    """Return where two runs part.
+
+    Args:
+        a: the first run.
+        b: the second run.
+        again: the first run once more; None if it was not repeated.
+        control: a run with mirrored rounding errors; None without one.
+        control_of_b: whether it is a run of the second side.
+        same_formats: whether both were to compute in the same formats, so that a narrower one is a difference.
+    """
+    pairs = aligned(a, b)
+    found = Judged(pairs=pairs)
+    repeats = {} if again is None else _apart(a, again)
+    moved = {} if control is None else _apart(b if control_of_b else a, control)
+    found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
+    for n, other in pairs.items():
+        apart = distances(a, b, n, other)
+        noise = moved.get(other if control_of_b else n, np.zeros(1))
+        reads = b.events[other].reads if control_of_b else a.events[n].reads
+        before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
+        least = rounding(a, n) if same_formats else np.maximum(rounding(a, n), rounding(b, other))
+        if control is None:
+            noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
+            allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
+        else:
+            noise = np.maximum(_fitting(noise, apart), _fitting(repeats.get(n), apart))
+            allowed = TIMES * np.maximum(np.maximum(noise, least), before)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            worst = int(np.nan_to_num(apart / allowed, nan=0.0).argmax())
+        found.distance[n], found.allowed[n] = (
+            float(apart[worst]),
+            float(allowed[worst] if len(allowed) > 1 else allowed[0]),
+        )
+    found.first = next(((n, m) for n, m in pairs.items() if found.distance[n] and a.events[n].kind not in LEAVES), None)
+    beyond = _lasting(a, {n for n in pairs if found.distance[n] > found.allowed[n]}, pairs)
+    found.beginnings = _grouped(a, _beginnings(a, b, found, beyond, same_formats=same_formats))
+    return found
+
+
+def _apart(base: ValuesLog, other: ValuesLog) -> dict[int, Floats]:
+    return {n: distances(base, other, n, m) for n, m in aligned(base, other).items()}
+
+
+def _one(apart: Floats | None, output: int) -> float:
+    return 0.0 if apart is None or output >= len(apart) else float(apart[output])
+
+
+def _fitting(noise: Floats | None, apart: Floats) -> Floats:
+    """Return the noise of each result; of other results, that there is none."""
+    return noise if noise is not None and len(noise) == len(apart) else np.zeros(len(apart))
+
+
+def _begun(log: ValuesLog, marked: set[int]) -> list[int]:
+    """Return the marked events none of whose ancestors is marked."""
+    tainted: set[int] = set()
+    first = []
+    for n, event in enumerate(log.events):
+        below = any(read.event in tainted for read in event.reads)
+        if n in marked and not below:
+            first.append(n)
+        if n in marked or below:
+            tainted.add(n)
+    return first
+
+
+def _lasting(a: ValuesLog, beyond: set[int], pairs: Pairs) -> set[int]:
+    """Return the events beyond rounding that lead to an outcome beyond rounding.
+
+    Others were paired by their shapes alone: where an operation is computed in pieces, the values behind it agree again.
+    """
+    leads: set[int] = set()
+    for n in range(len(a.events) - 1, -1, -1):
+        event = a.events[n]
+        matters = (n in beyond and (n in leads or event.kind in OUTCOMES)) or (n not in pairs and n in leads)
+        if matters:
+            leads.update(read.event for read in event.reads)
+        if n in beyond and not matters:
+            beyond = beyond - {n}
+    return beyond
+
+
+def _beginnings(
+    a: ValuesLog, b: ValuesLog, found: Judged, beyond: set[int], *, same_formats: bool
+) -> Iterable[Beginning]:
+    back = {other: n for n, other in found.pairs.items()}
+    tainted: set[int] = set()  # what is beyond rounding, and what was computed from it
+    for n, event in enumerate(a.events):
+        if n not in found.pairs:
+            if any(read.event in tainted for read in event.reads):
+                tainted.add(n)
+            continue
+        other = found.pairs[n]
+        only_a, known_a = _ancestors(a, n, found.pairs)
+        only_b, known_b = _ancestors(b, other, back)
+        if (known_a | {back[m] for m in known_b} | only_a) & tainted:
+            tainted.add(n)
+            continue
+        if n not in beyond:
+            continue
+        tainted.add(n)
+        formats = a.events[n].outputs[0].format, b.events[other].outputs[0].format
+        yield Beginning(
+            a=n,
+            b=other,
+            distance=found.distance[n],
+            allowed=found.allowed[n],
+            only_a=tuple(m for m in sorted(only_a) if _counts(a.events[m], casts=same_formats)),
+            only_b=tuple(m for m in sorted(only_b) if _counts(b.events[m], casts=same_formats)),
+            settings=_settings(a.events[n], b.events[other]),
+            formats=formats if same_formats and formats[0] != formats[1] else None,
+            parts=_parts(a.events[n].reads, b.events[other].reads, found.pairs),
+        )
+
+
+def _grouped(a: ValuesLog, beginnings: Iterable[Beginning]) -> list[Beginning]:
+    """Join the beginnings that are one: an optimizer's updates with the same settings, weights that differ from the start."""
+    found: dict[object, list[Beginning]] = {}
+    for one in beginnings:
+        event = a.events[one.a]
+        whole = (
+            (event.kind, event.step, event.op, one.settings) if event.kind in ("update", "weight", "buffer") else one.a
+        )
+        found.setdefault(whole, []).append(one)
+    return [replace(group[0], others=tuple(one.a for one in group[1:])) for group in found.values()]
+
+
+def _ancestors(log: ValuesLog, event: int, paired: Pairs) -> tuple[set[int], set[int]]:
+    """Return the ancestors without a counterpart up to the first ones that have one, and these."""
+    alone: set[int] = set()
+    known: set[int] = set()
+    waiting = [read.event for read in log.events[event].reads]
+    while waiting:
+        n = waiting.pop()
+        if n in paired:
+            known.add(n)
+        elif n not in alone:
+            alone.add(n)
+            waiting += [read.event for read in log.events[n].reads]
+    return alone, known
+
+
+def _counts(event: Event, *, casts: bool) -> bool:
+    """Return whether an operation without a counterpart may change values."""
+    computes = event.kind == "operation" and event.op not in REARRANGES
+    return computes or (casts and event.kind == "cast") or event.kind in LEAVES
+
+
+def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
+    if one.settings == other.settings:
+        return ()
+    if len(one.settings) == len(other.settings):
+        return tuple((x, y) for x, y in zip(one.settings, other.settings, strict=True) if x != y)
+    return ((", ".join(one.settings), ", ".join(other.settings)),)
+
+
+def _parts(reads: Sequence[Read], others: Sequence[Read], pairs: Pairs) -> bool:
+    if len(reads) != len(others):
+        return False
+    return any(
+        pairs.get(one.event) == two.event
+        and one.part
+        and two.part
+        and one.part != two.part
+        and _size(one) == _size(two)
+        for one, two in zip(reads, others, strict=True)
+    )
+
+
+def _size(read: Read) -> int:
+    return math.prod(read.part[1:])
+
+
+def bits_kept(distance: float | Floats) -> Floats:
+    """Return how many bits agree at a relative distance, at most 53."""
+    with np.errstate(divide="ignore"):
+        return np.clip(-np.log2(distance), 0.0, 53.0)

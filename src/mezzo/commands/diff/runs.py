@@ -1,0 +1,169 @@
+"""Run both sides of a difference, the first one again, a control with mirrored rounding, and what could help. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mezzo.commands.diff.answer import answer, final_distance
+from mezzo.commands.diff.judge import judge
+from mezzo.commands.diff.record import DiffTrial
+from mezzo.commands.diff.sides import Side
+from mezzo.launch.request import ModelChanges
+from mezzo.observe.settings import ValuesSettings
+from mezzo.observe.values.log import VALUES_NAME, ValuesLog
+from mezzo.policy import Policy
+from mezzo.records import RunRecord
+from mezzo.studies.loop import Study
+
+_FORMATS = {"bf16": "fp16", "fp16": "bf16"}
+_HELPS = 0.1
+"""The share of a distance that a policy has to remove to help."""
+
+
+@dataclass(kw_only=True)
+class DiffRuns:
+    """The runs of one command."""
+
+    a: Side
+    b: Side
+    folder: Path
+    study: Study
+    steps: tuple[int, ...]
+    say: Callable[[str], None]
+    records: dict[str, RunRecord] = field(default_factory=dict)
+    failed: str = ""
+    """Why there is nothing to compare; empty if there is."""
+
+    def run(self) -> dict[str, Any]:
+        """Return the parts of the record that the runs decide."""
+        a, b = self._log("a", self.a), self._log("b", self.b, in_fp64=True)
+        if a is None or b is None:
+            return {"verdict": "failed", "why": self.failed}
+        found = judge(a, b)
+        if found.identical:
+            return answer(a, b, found, control=None, control_of_b=False)
+        lower = self.lowers
+        again = self._log("a-again", self.a)
+        control = self._log("control", self.b if lower else self.a, mirrored=True)
+        found = judge(a, b, again=again, control=control, control_of_b=lower, same_formats=not lower)
+        parts = answer(a, b, found, control=control, control_of_b=lower)
+        if self.b.compiled and found.beginnings:
+            parts["compiled_alone"] = self._bisected(a, again, control)
+        if lower and not found.beginnings:
+            parts["trials"] = list(self._trials(a, b, final_distance(a, b, found)))
+        return parts
+
+    @property
+    def lowers(self) -> bool:
+        """Whether the sides differ in their policy, so that the second one's formats are meant."""
+        return self.a.policy != self.b.policy
+
+    def _log(
+        self, name: str, side: Side, *, steps: tuple[int, ...] | None = None, **settings: bool
+    ) -> ValuesLog | None:
+        """Run a side; return its values, None if it has none."""
+        chosen = ValuesSettings(
+            steps=steps or self.steps, seed=0, deterministic=True, outcomes_only=side.compiled, **settings
+        )
+        folder = self.folder / name
+        request = side.request(folder, chosen)
+        self.say(f"{name}: {side.name}")
+        (folder / VALUES_NAME).unlink(missing_ok=True)
+        record = self.study.record(request)
+        assert isinstance(record, RunRecord)
+        self.records[name] = record
+        if not (folder / VALUES_NAME).is_file() or record.error is not None:
+            self.failed = self.failed or f"{side.name}: {record.error or 'no module was called'}"
+            return None
+        log = ValuesLog.load(folder / VALUES_NAME)
+        if not log.events:
+            self.failed = self.failed or f"{side.name}: no module was called"
+            return None
+        return log
+
+    # --- what helps --------------------------------------------------------------------------------------------------------------
+
+    def _trials(self, a: ValuesLog, b: ValuesLog, distance: float) -> Iterator[DiffTrial]:
+        policy = self.b.policy
+        assert policy is not None
+        flops = sum(event.flops for event in b.events if event.step == 1) or 1
+        for number, (what, tried, modules) in enumerate(candidates(policy, a), start=1):
+            log = self._log(f"trial-{number}", self.b.under(tried), steps=(1,))
+            if log is None:
+                continue
+            first = _first_step(a)
+            apart = final_distance(first, log, judge(first, log))
+            raised = [event for event in b.events if event.step == 1 and event.module in modules]
+            kept = sum(_half_bytes(event.outputs) for event in raised if event.phase == "forward")
+            yield DiffTrial(
+                policy=str(tried),
+                what=what,
+                distance=apart,
+                share=1 - apart / distance if distance else 0.0,
+                flops_in_fp32=sum(event.flops for event in raised) / flops,
+                more_bytes=kept,
+            )
+
+    # --- which compiled module ---------------------------------------------------------------------------------------------------
+
+    def _bisected(self, a: ValuesLog, again: ValuesLog | None, control: ValuesLog | None) -> list[str]:
+        """Return the smallest part of the model found whose compilation alone begins a difference; empty if none does."""
+
+        def differs(names: Sequence[str]) -> bool:
+            models = ModelChanges(compiles=True, compile_only=tuple(names))
+            side = replace(self.b, name=f"only {', '.join(names)} compiled", models=models)
+            log = self._log(f"compiled-{len(self.records)}", side)
+            return log is not None and bool(judge(a, log, again=again, control=control).beginnings)
+
+        found: list[str] = []
+        names = list(_children(a, ""))
+        while names:
+            left = names
+            while len(left) > 1:
+                half = left[: len(left) // 2]
+                left = half if differs(half) else left[len(half) :]
+            if not differs(left):
+                return found
+            found, names = left, list(_children(a, left[0]))
+        return found
+
+
+def _children(log: ValuesLog, parent: str) -> dict[str, None]:
+    """Return the modules directly inside one that compute anything, in the order of the run."""
+    start = f"{parent}." if parent else ""
+    paths = {event.module.rpartition(".")[0] for event in log.events if event.kind == "weight"}
+    paths |= {event.module for event in log.events if event.kind == "operation" and "." in event.module}
+    used = [event.module for event in log.events if event.kind == "operation" and event.module in paths]
+    below = (module.removeprefix(start).partition(".")[0] for module in used if module.startswith(start))
+    return {f"{start}{name}": None for name in below if name}
+
+
+def candidates(policy: Policy, a: ValuesLog) -> Iterator[tuple[str, Policy, frozenset[str]]]:
+    """Yield what could bring a policy nearer: what it is, the policy, and the modules that it raises."""
+    kept = tuple(policy.fp32_modules)
+    products = [
+        e.module for e in a.events if e.step == 1 and e.phase == "forward" and e.flops and "." in f".{e.module}"
+    ]
+    if policy.compute in _FORMATS:
+        other = Policy.parse(str(policy).replace(policy.compute, _FORMATS[policy.compute]))
+        yield f"{_FORMATS[policy.compute]} in place of {policy.compute}", other, frozenset()
+    if not products:
+        return
+    head, first = products[-1], products[0]
+    yield f"the last product in fp32 ({head})", policy.replace(fp32_modules=(*kept, head)), frozenset((head,))
+    if first != head:
+        yield f"the first product in fp32 ({first})", policy.replace(fp32_modules=(*kept, first)), frozenset((first,))
+
+
+def _first_step(log: ValuesLog) -> ValuesLog:
+    events = [event for event in log.events if event.step == 1]
+    return replace(log, events=events)
+
+
+def _half_bytes(outputs: Sequence[Any]) -> int:
+    """Return the bytes by which results grow from 16 to 32 bits."""
+    return sum(2 * prod(output.shape) for output in outputs)

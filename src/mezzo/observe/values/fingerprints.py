@@ -1,0 +1,117 @@
+"""Fingerprints of tensors, computed on their device and read from it once a step.
+
+Sums are in FP64 (on the CPU if the device has none), so that a difference of one unit in the last place of one element shows. Elements
+count in the order of their indices, whatever their strides. Cost: three passes over a tensor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mezzo.devices import has_fp64
+from mezzo.engine.processes.shards import local
+from mezzo.formats import format_of
+from mezzo.observe.tensors import format_name
+from mezzo.observe.values.log import BUCKETS, NUMBERS, Floats, Output
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer formats by their size in bytes."""
+_LEAST = 2**16
+
+
+class Fingerprints:
+    """The fingerprints of a run, which stay on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._hashes: list[int] = []
+        self._numbers: list[Floats] = []
+        self._signs: dict[torch.device, Tensor] = {}
+        self._positions: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._hashes) + len(self._waiting)
+
+    def add(self, tensor: Tensor, *, rounding_of: Tensor | None = None) -> Output:
+        """Take the fingerprint of a tensor as the next row; return what it describes.
+
+        Args:
+            tensor: any dense or sparse tensor of numbers.
+            rounding_of: the tensor whose rounding affects the elements, if that is not the tensor itself.
+        """
+        values = dense(tensor)
+        wide = flat_fp64(values)
+        size = wide.numel()
+        signed = wide * self._signs_for(wide.device, size)
+        sketch = torch.zeros(BUCKETS, dtype=torch.float64, device=wide.device)
+        whole = size - size % BUCKETS
+        if whole:
+            sketch += signed[:whole].view(-1, BUCKETS).sum(0)
+        sketch[: size - whole] += signed[whole:]
+        squares = wide.dot(wide)
+        rounded = values if rounding_of is None else dense(rounding_of)
+        known = format_of(rounded.dtype)
+        unit = 0.0 if known is None else known.eps / 2
+        norm = squares if rounding_of is None else _squares(rounded)
+        self._waiting.append((self._hash(values), torch.cat([squares[None], (norm * unit**2)[None], sketch])))
+        return Output(format_name(tensor.dtype), tuple(tensor.shape))
+
+    def forget_after(self, count: int) -> None:
+        """Drop all rows but the first ``count``."""
+        self.read()
+        del self._hashes[count:], self._numbers[count:]
+
+    def read(self) -> tuple[list[int], Floats]:
+        """Return hashes and numbers of all rows; waits for the device."""
+        if self._waiting:
+            hashes, numbers = zip(*self._waiting, strict=True)
+            self._hashes += [int(one) for one in torch.stack([h.cpu() for h in hashes]).tolist()]
+            self._numbers += list(torch.stack([n.cpu() for n in numbers]).numpy())
+            self._waiting = []
+        return self._hashes, np.array(self._numbers).reshape(-1, NUMBERS)
+
+    def _hash(self, values: Tensor) -> Tensor:
+        bits = values.contiguous().view(_WORDS[values.element_size()]).reshape(-1).long()
+        if bits.device not in self._positions or len(self._positions[bits.device]) < len(bits):
+            last = max(_LEAST, 2 * len(bits))
+            self._positions[bits.device] = torch.arange(
+                1, 2 * last, 2, device=bits.device
+            )  # odd: no position loses bits
+        return (bits * self._positions[bits.device][: len(bits)]).sum()
+
+    def _signs_for(self, device: torch.device, size: int) -> Tensor:
+        known = self._signs.get(device)
+        if known is None or len(known) < size:
+            known = self._signs[device] = torch.from_numpy(_signs(max(_LEAST, 2 * size))).to(device)
+        return known[:size]
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor: of a sharded one its local part, of a sparse one its values, of a complex one its parts."""
+    values = local(tensor).detach()
+    if values.layout is torch.sparse_coo:
+        values = values.coalesce().values()
+    values = values.resolve_conj().resolve_neg()
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def flat_fp64(values: Tensor) -> Tensor:
+    """Return the elements in one dimension, in FP64."""
+    on = values if has_fp64(values.device) else values.cpu()
+    return on.reshape(-1).double()
+
+
+def _squares(values: Tensor) -> Tensor:
+    wide = flat_fp64(values)
+    return wide.dot(wide)
+
+
+def _signs(size: int) -> npt.NDArray[np.int8]:
+    """Return a fixed random sign for each index: the top bit of SplitMix64, so that every machine has the same."""
+    mixed = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.where((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(63), 1, -1).astype(np.int8)
