@@ -76,7 +76,8 @@ def _by_name(
 
 def _losses(a: ValuesLog, b: ValuesLog) -> Pairs:
     """Pair the losses of each step in which both runs have as many: micro-batches have losses of their own."""
-    first, second = defaultdict(list), defaultdict(list)
+    first: dict[int, list[int]] = defaultdict(list)
+    second: dict[int, list[int]] = defaultdict(list)
     for log, found in ((a, first), (b, second)):
         for n in _of_kind(log, "loss"):
             found[log.events[n].step].append(n)

@@ -174,7 +174,8 @@ def _finish_records(script: Script, began_s: float) -> None:
     found = judge(a, b, same_formats=records[0].policy == records[1].policy)
     parts = answer(a, b, found, control=None, control_of_b=False)
     folder = script.folder("diff")
-    record = _record(script, "records", (str(paths[0].parent), str(paths[1].parent)), *records, parts, began_s)
+    names = str(paths[0].parent), str(paths[1].parent)
+    record = _record(script, "records", names, records[0], records[1], parts, began_s)
     script.finish(record, folder)
     raise typer.Exit(int(record.verdict not in _SAME))
 

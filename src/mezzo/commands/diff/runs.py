@@ -63,11 +63,22 @@ class DiffRuns:
         return self.a.policy != self.b.policy
 
     def _log(
-        self, name: str, side: Side, *, steps: tuple[int, ...] | None = None, **settings: bool
+        self,
+        name: str,
+        side: Side,
+        *,
+        steps: tuple[int, ...] | None = None,
+        in_fp64: bool = False,
+        mirrored: bool = False,
     ) -> ValuesLog | None:
         """Run a side; return its values, None if it has none."""
         chosen = ValuesSettings(
-            steps=steps or self.steps, seed=0, deterministic=True, outcomes_only=side.compiled, **settings
+            steps=steps or self.steps,
+            seed=0,
+            deterministic=True,
+            outcomes_only=side.compiled,
+            in_fp64=in_fp64,
+            mirrored=mirrored,
         )
         folder = self.folder / name
         request = side.request(folder, chosen)

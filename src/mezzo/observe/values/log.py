@@ -33,7 +33,17 @@ _VERSION = 1
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
 Kind: TypeAlias = Literal[
-    "operation", "cast", "weight", "buffer", "constant", "data", "loss", "gradient", "update", "point"
+    "operation",
+    "cast",
+    "weight",
+    "buffer",
+    "constant",
+    "data",
+    "loss",
+    "gradient",
+    "update",
+    "state",
+    "point",
 ]
 LEAVES: tuple[Kind, ...] = ("weight", "buffer", "constant", "data")
 """Values that no event made."""
