@@ -35,6 +35,8 @@ def check_first_word(context: typer.Context, name: str | None) -> str | None:
     if place is None:
         return name
     if Path(name).is_file():
+        if words[1:2] == ["diff"] and Path(name).suffix == ".json":
+            return name
         _refuse_data(name, words[:place], words[place + 1 :])
         return name
     before, after = words[:place], words[place + 1 :]

@@ -30,7 +30,7 @@ from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
-    from mezzo.launch.request import ModelChanges, Request, SnapshotRequest, StandIn
+    from mezzo.launch.request import ModelChanges, Request, StandIn
     from mezzo.launch.targets import Target
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
@@ -226,7 +226,7 @@ def run_and_finish(
     policy: Policy | None,
     name: str,
     shows_progress: bool = True,
-    snapshots: Callable[[Path], SnapshotRequest | None] | None = None,
+    in_folder: Callable[[Path], dict[str, Any]] = lambda folder: {},
     **fields: Any,
 ) -> tuple[R, Stop]:
     """Run a script that prints to the terminal, then write, report and print its record.
@@ -237,7 +237,7 @@ def run_and_finish(
         policy: the policy to run under; None is the script's own precision.
         name: part of a new folder's name.
         shows_progress: whether to show the progress of its runs on standard error.
-        snapshots: returns the request for the run's snapshots, given the folder of its record.
+        in_folder: returns the fields of the request that name files, given the folder of its record.
         fields: further fields of the request.
 
     Returns:
@@ -245,9 +245,7 @@ def run_and_finish(
     """
     script.check(policy)
     folder = script.folder(name)
-    if snapshots is not None:
-        fields["snapshots"] = snapshots(folder)
-    request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **fields)
+    request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **fields, **in_folder(folder))
     with stoppable() as stop:
         with shown() if shows_progress else nullcontext():
             record = run(request)

@@ -52,6 +52,7 @@ _LIMITED: dict[str, _Limited] = {
     ),
     "--snapshot": _Limited("it saves PyTorch's state", "leave --snapshot out, and use the framework's own checkpoints"),
     "--resume": _Limited("it restores PyTorch's state", "leave --resume out, and use the framework's own checkpoints"),
+    "--fingerprints": _Limited("they are of PyTorch's operations", "leave --fingerprints out"),
     "--channels-last": _Limited("it changes PyTorch models", "leave --channels-last out"),
     "--compile": _Limited("it is torch.compile", "leave --compile out"),
     "--checkpoint": _Limited("it is PyTorch's activation checkpointing", "leave --checkpoint out"),

@@ -16,7 +16,17 @@ from mezzo.report.sections import NextStep
 from mezzo.secrets import hidden
 
 FLAGS = frozenset(
-    ("-m", "--json", "--verbose", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate")
+    (
+        "-m",
+        "--json",
+        "--verbose",
+        "--write-patch",
+        "--channels-last",
+        "--compile",
+        "--slurm",
+        "--calibrate",
+        "--fingerprints",
+    )
 )
 """Options without a value, of all commands on a script; every other option has one."""
 

@@ -166,12 +166,9 @@ def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
         if len(reads) != len(others):
             continue
         for one, two in zip(reads, others, strict=True):
-            kinds = a.events[one.event].kind, b.events[two.event].kind
-            if (
-                kinds in (("data", "data"), ("constant", "constant"))
-                and one.event not in found
-                and two.event not in taken
-            ):
+            left, right = a.events[one.event], b.events[two.event]
+            leaves = left.kind == right.kind and left.kind in ("data", "constant")
+            if leaves and left.outputs == right.outputs and one.event not in found and two.event not in taken:
                 found[one.event] = two.event
                 taken.add(two.event)
     return found

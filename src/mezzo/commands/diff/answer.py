@@ -19,7 +19,7 @@ from mezzo.commands.diff.record import (
     ValuePair,
     ValuePlace,
 )
-from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
+from mezzo.observe.values.log import LEAVES, SQUARES, Event, Floats, ValuesLog
 
 _MOST_LISTED = 12
 _BAND = 0.2
@@ -105,7 +105,7 @@ def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Judged, errors
     pair = _pair(a, b, one.a, one.b, found, errors)
     return DiffBeginning(
         **pair.model_dump(),
-        by=_by(a.events[one.a], one),
+        by=_by(a, b, one),
         settings=list(one.settings),
         only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_LISTED:]],
         only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_LISTED:]],
@@ -113,18 +113,20 @@ def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Judged, errors
     )
 
 
-def _by(event: Event, one: Beginning) -> DifferentBy:
+def _by(a: ValuesLog, b: ValuesLog, one: Beginning) -> DifferentBy:
+    event = a.events[one.a]
+    drawn = (event, *(a.events[n] for n in one.only_a), *(b.events[n] for n in one.only_b))
     if event.kind in LEAVES:
         return "start"
     if one.settings:
         return "settings"
+    if any(other.draws for other in drawn):
+        return "random numbers"
     if one.only_a or one.only_b:
         return "operations"
     if one.formats is not None:
         return "format"
-    if one.parts:
-        return "part"
-    return "random numbers" if event.draws else "values"
+    return "part" if one.parts else "values"
 
 
 def _outcomes(a: ValuesLog, b: ValuesLog, found: Judged) -> Iterable[DiffOutcome]:
@@ -148,7 +150,7 @@ def whole_distance(a: ValuesLog, b: ValuesLog, events: Iterable[int], found: Jud
 
 def together(a: ValuesLog, shares: Mapping[int, float]) -> float:
     """Return the relative size of several vectors in one, from each one's relative size."""
-    squares = {n: float(a.numbers[a.rows(n)][:, 0].sum()) for n in shares}
+    squares = {n: float(a.numbers[a.rows(n)][:, SQUARES].sum()) for n in shares}
     whole = sum(squares.values())
     if not whole:
         return max(shares.values(), default=0.0)
@@ -156,7 +158,14 @@ def together(a: ValuesLog, shares: Mapping[int, float]) -> float:
 
 
 def final_distance(a: ValuesLog, b: ValuesLog, found: Judged) -> float:
-    """Return how far apart two runs are in what the first step leads to: its compare points, else gradients, else its loss."""
+    """Return how far the second run is from where it should be, in what the first step leads to.
+
+    That is the distance between values of one name in the second run, if it has any: generation from training. Else it is the distance
+    from the first run: in its compare points, else in its gradients, else in its loss.
+    """
+    within = [one.distance for one in _within(b.points, "")]
+    if within:
+        return max(within)
     for kind in ("point", "gradient", "loss"):
         events = [n for n in found.pairs if a.events[n].kind == kind and a.events[n].step == 1]
         if events:
@@ -189,12 +198,15 @@ def _points(a: Mapping[str, Floats], b: Mapping[str, Floats]) -> Iterable[PointD
         name, _, number = key.rpartition("#")
         if key in b and a[key].shape == b[key].shape:
             yield compare_values(name, "both runs" if number == "1" else f"both runs, value {number}", a[key], b[key])
-    for values, run in ((a, "the first run"), (b, "the second run")):
-        for key in values:
-            name, _, number = key.rpartition("#")
-            first = values[f"{name}#1"]
-            if number != "1" and first.shape == values[key].shape:
-                yield compare_values(name, f"values 1 and {number} of {run}", first, values[key])
+    yield from (*_within(a, "the first run"), *_within(b, "the second run"))
+
+
+def _within(values: Mapping[str, Floats], run: str) -> Iterable[PointDifference]:
+    for key in values:
+        name, _, number = key.rpartition("#")
+        first = values[f"{name}#1"]
+        if number != "1" and first.shape == values[key].shape:
+            yield compare_values(name, f"values 1 and {number} of {run}", first, values[key])
 
 
 def compare_values(name: str, against: str, a: Floats, b: Floats) -> PointDifference:

@@ -28,7 +28,7 @@ HELP = HelpPage(
     group="understand",
     says="find where two runs part, what began it, and what helps",
     example="mezzo diff --policies fp32,bf16 train.py",
-    shown=("--policies", "--checkout", "--compile", "--steps", "--out", "--json", "-m"),
+    shown=("--policies", "--checkout", "--compile", "--ranks", "--vary", "--steps", "--out", "-m"),
 )
 
 _SAME = ("identical", "rounding")
@@ -42,6 +42,15 @@ def diff(
         typer.Option(metavar="COMMIT", help="Compare the script of this git commit with the script as it is."),
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compare the script with its models compiled.")] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M", help="Compare the script in so many processes of this machine, as torchrun starts them."
+        ),
+    ] = None,
+    vary: Annotated[
+        str | None, typer.Option(metavar="OPTION=A,B", help="Compare two values of an option of the script.")
+    ] = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -51,8 +60,9 @@ def diff(
 ) -> None:
     """Find the operation from which on two runs differ by more than rounding, and what is different there.
 
-    Two policies, a commit and the script as it is, eager and compiled, two scripts (mezzo diff old.py new.py), or two records that
-    mezzo run --fingerprints made (mezzo diff a/record.json b/record.json). The runs have the same seeds and deterministic kernels.
+    Two policies, a commit and the script as it is, eager and compiled, one process and two, two values of an option, two scripts (mezzo
+    diff old.py new.py), or two records that mezzo run --fingerprints made (mezzo diff a/record.json b/record.json). The runs have the same
+    seeds and deterministic kernels.
 
     What rounding explains is measured: the script runs once more, with its rounding errors mirrored at random.
 
@@ -60,17 +70,23 @@ def diff(
     """
     refuse_in_several("mezzo diff", hint="run it in one process")
     began_s = time.monotonic()
-    given = {"--policies": policies, "--checkout": checkout, "--compile": compile or None}
-    mode = _mode(script, {name: value for name, value in given.items() if value is not None})
+    given = {
+        "--policies": policies,
+        "--checkout": checkout,
+        "--compile": "on" if compile else None,
+        "--ranks": ranks,
+        "--vary": vary,
+    }
+    mode, text = _mode(script, {name: value for name, value in given.items() if value is not None})
     if mode == "records":
         _finish_records(script, began_s)
     with temporary_folder() if mode == "checkout" else nullcontext(Path()) as commit_folder:
-        sides = _sides(script, mode, policies=policies, checkout=checkout, folder=Path(commit_folder))
+        sides = _sides(script, mode, text, folder=Path(commit_folder))
         _finish_runs(script, mode, sides, steps=tuple(range(1, steps + 1)), began_s=began_s)
 
 
-def _mode(script: Script, given: dict[str, Any]) -> Mode:
-    """Return what is compared.
+def _mode(script: Script, given: dict[str, str]) -> tuple[Mode, str]:
+    """Return what is compared, and the value of its option.
 
     Raises:
         UsageError: nothing, or two things at once.
@@ -79,7 +95,7 @@ def _mode(script: Script, given: dict[str, Any]) -> Mode:
 
     words = script.arguments or []
     if _is_record(script.target):
-        return "records"
+        return "records", ""
     if len(given) > 1:
         first, second = list(given)[:2]
         raise UsageError(
@@ -87,12 +103,13 @@ def _mode(script: Script, given: dict[str, Any]) -> Mode:
             hint=f"leave out {second}, and compare it on its own",
         )
     if given:
-        mode: Mode = {"--policies": "policies", "--checkout": "checkout", "--compile": "compile"}[next(iter(given))]  # type: ignore[assignment]
-        return mode
+        option, value = next(iter(given.items()))
+        return option.removeprefix("--"), value  # type: ignore[return-value]
     if words and words[0].endswith(".py") and Path(words[0]).is_file():
-        return "scripts"
+        return "scripts", ""
     raise UsageError(
-        "there is nothing to compare the script with; allowed: --policies A,B, --checkout COMMIT, --compile, or a second script",
+        "there is nothing to compare the script with; allowed: --policies A,B, --checkout COMMIT, "
+        "--compile, --ranks N,M, --vary OPTION=A,B, or a second script",
         hint=f"type: {with_value('--policies', 'fp32,bf16')}",
     )
 
@@ -101,17 +118,19 @@ def _is_record(name: str) -> bool:
     return name.endswith(".json") or (Path(name) / "record.json").is_file()
 
 
-def _sides(
-    script: Script, mode: Mode, *, policies: str | None, checkout: str | None, folder: Path
-) -> tuple[Side, Side]:
+def _sides(script: Script, mode: Mode, text: str, *, folder: Path) -> tuple[Side, Side]:
     from mezzo.commands.diff import sides
 
     if mode == "policies":
-        return sides.of_policies(script, policies or "")
+        return sides.of_policies(script, text)
     if mode == "checkout":
-        return sides.of_checkout(script, checkout or "", folder)
+        return sides.of_checkout(script, text, folder)
     if mode == "compile":
         return sides.of_compile(script)
+    if mode == "ranks":
+        return sides.of_ranks(script, text)
+    if mode == "vary":
+        return sides.of_values(script, text)
     first, *rest = script.arguments or []
     return sides.of_scripts(script, first, rest)
 
@@ -173,7 +192,7 @@ def _finish_records(script: Script, began_s: float) -> None:
     a, b = (ValuesLog.load(path.with_name(VALUES_NAME)) for path in paths)
     found = judge(a, b, same_formats=records[0].policy == records[1].policy)
     parts = answer(a, b, found, control=None, control_of_b=False)
-    folder = script.folder("diff")
+    folder = replace(script, target=str(paths[0].parent)).folder("diff")
     names = str(paths[0].parent), str(paths[1].parent)
     record = _record(script, "records", names, records[0], records[1], parts, began_s)
     script.finish(record, folder)

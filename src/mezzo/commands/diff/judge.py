@@ -103,6 +103,8 @@ def judge(
         if control is None:
             noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
             allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
+            if _follows(a.events[n], b.events[other], found):
+                allowed = np.full(len(apart), np.inf)  # the sign of a small gradient decides: nothing measured it
         else:
             noise = np.maximum(_fitting(noise, apart), _fitting(repeats.get(n), apart))
             if _follows(a.events[n], b.events[other], found):

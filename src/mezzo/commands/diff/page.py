@@ -59,7 +59,9 @@ def page(record: DiffRecord) -> Page:
         sections=[
             Section(title="What is different", blocks=[_begun(record, record.beginnings)]),
             facts_section("The first value that is not identical", _first(record)),
-            Section(title="How far apart they end", blocks=[_outcomes(record)]),
+            Section(
+                title="How far apart they end", blocks=[_outcomes(record)] if record.verdict != "identical" else []
+            ),
             Section(title="Compare points", blocks=[_points(record.points)]),
             Section(title="What helps", blocks=[_trials(record), _reading(record)]),
             facts_section("Not repeatable", [Fact(what=_at(one), value=_where(one)) for one in record.unstable]),

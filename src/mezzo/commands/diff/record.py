@@ -113,7 +113,7 @@ class DiffRecord(WholeRecord):
     kind: Literal["diff"] = "diff"
     command: list[str]
     script: str
-    mode: Literal["policies", "checkout", "compile", "scripts", "records"]
+    mode: Literal["policies", "checkout", "compile", "ranks", "vary", "scripts", "records"]
     name_a: str
     name_b: str
     verdict: DiffVerdict

@@ -10,6 +10,7 @@ from typing import Any
 
 from mezzo.commands.diff.answer import answer, final_distance
 from mezzo.commands.diff.judge import judge
+from mezzo.commands.diff.ranks import as_one, run_ranks
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
 from mezzo.launch.request import ModelChanges
@@ -84,13 +85,15 @@ class DiffRuns:
         request = side.request(folder, chosen)
         self.say(f"{name}: {side.name}")
         (folder / VALUES_NAME).unlink(missing_ok=True)
-        record = self.study.record(request)
+        runs = run_ranks(request, size=side.ranks) if side.ranks else [(request, self.study.record(request))]
+        record = next((one for _, one in runs if one.kind == "run" and one.error is not None), runs[0][1])
         assert isinstance(record, RunRecord)
         self.records[name] = record
-        if not (folder / VALUES_NAME).is_file() or record.error is not None:
+        paths = [Path(one.record_path).with_name(VALUES_NAME) for one, _ in runs]
+        if record.error is not None or not all(path.is_file() for path in paths):
             self.failed = self.failed or f"{side.name}: {record.error or 'no module was called'}"
             return None
-        log = ValuesLog.load(folder / VALUES_NAME)
+        log = as_one([ValuesLog.load(path) for path in paths])
         if not log.events:
             self.failed = self.failed or f"{side.name}: no module was called"
             return None
@@ -102,7 +105,8 @@ class DiffRuns:
         policy = self.b.policy
         assert policy is not None
         flops = sum(event.flops for event in b.events if event.step == 1) or 1
-        for number, (what, tried, modules) in enumerate(candidates(policy, a), start=1):
+        untried = [one for one in candidates(policy, a) if one[1] != self.a.policy]
+        for number, (what, tried, modules) in enumerate(untried, start=1):
             log = self._log(f"trial-{number}", self.b.under(tried), steps=(1,))
             if log is None:
                 continue

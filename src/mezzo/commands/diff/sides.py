@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS
 
-Mode: TypeAlias = Literal["policies", "checkout", "compile", "scripts", "records"]
+Mode: TypeAlias = Literal["policies", "checkout", "compile", "ranks", "vary", "scripts", "records"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Side:
     import_paths: tuple[str, ...] = ()
     work_folder: str | None = None
     compiled: bool = False
+    ranks: int = 0
+    """Number of processes that the script trains in together; 0 for one without a process group."""
 
     def request(self, folder: Path, settings: ValuesSettings) -> Request:
         """Return the request for a run of this side, whose record and values go into a folder."""
@@ -61,8 +64,6 @@ def of_policies(script: Script, text: str) -> tuple[Side, Side]:
     Raises:
         UsageError: there are not two.
     """
-    from mezzo.cli.words import with_value
-
     names = [name.strip() for name in text.split(",") if name.strip()]
     if len(names) != 2:
         first = ["fp32", *(name for name in names if name != "fp32")][:2]
@@ -79,6 +80,46 @@ def of_compile(script: Script) -> tuple[Side, Side]:
     """Return the sides of ``--compile``: the script as it is, and with its models compiled."""
     compiled = Side(name="compiled", script=script, models=ModelChanges(compiles=True), compiled=True)
     return Side(name="eager", script=script), compiled
+
+
+def of_ranks(script: Script, text: str) -> tuple[Side, Side]:
+    """Return the sides of ``--ranks N,M``: the script in so many processes of this machine.
+
+    Raises:
+        UsageError: there are not two different numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words) or words[0] == words[1]:
+        raise UsageError(
+            f"--ranks {text}; allowed: two different numbers of processes, separated by a comma",
+            hint=f"type: {with_value('--ranks', '1,2')}",
+        )
+    a, b = (
+        Side(name=f"{word} {'process' if word == '1' else 'processes'}", script=script, ranks=int(word))
+        for word in words
+    )
+    return a, b
+
+
+def of_values(script: Script, text: str) -> tuple[Side, Side]:
+    """Return the sides of ``--vary OPTION=A,B``: the script with one value of its own option, and with another.
+
+    Raises:
+        UsageError: there are not two values.
+    """
+    name, equals, rest = text.partition("=")
+    found = [value.strip() for value in rest.split(",") if value.strip()]
+    if not (name and equals and len(found) == 2):
+        raise UsageError(
+            f"--vary {text}; allowed: an option of the script and two values",
+            hint=f"type: {with_value('--vary', 'batch-size=1,8')}",
+        )
+    option = name if name.startswith("-") else f"--{name}"
+    a, b = (
+        Side(name=f"{option} {value}", script=replace(script, arguments=[*(script.arguments or ()), option, value]))
+        for value in found
+    )
+    return a, b
 
 
 def of_scripts(script: Script, other: str, arguments: Sequence[str]) -> tuple[Side, Side]:

@@ -12,6 +12,7 @@ import typer
 
 from mezzo.cli import options, results, values
 from mezzo.cli.progress import live_logging
+from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.script import Script, changes_of, run_and_finish
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.values import seconds_of
@@ -23,6 +24,7 @@ from mezzo.secrets import hidden
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
     from mezzo.launch.request import GuardRequest, Request, SnapshotRequest
+    from mezzo.observe.settings import ValuesSettings
     from mezzo.policy import Policy
     from mezzo.records import AlarmKind, RunRecord
 
@@ -69,6 +71,15 @@ RunCompiles: TypeAlias = Annotated[
     bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
 ]
 
+RunFingerprints: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--fingerprints",
+        help="Also keep fingerprints of all values of the first 3 steps, for mezzo diff A/record.json B/record.json.",
+    ),
+]
+_FINGERPRINTED = (1, 2, 3)
+
 
 def run(
     script: Script,
@@ -81,6 +92,7 @@ def run(
     checkpoint: options.Checkpoint = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Add this to every seed that the script sets.")] = None,
     metric: options.MetricOption = None,
+    fingerprints: RunFingerprints = False,
 ) -> None:
     """Run an unedited training script under a precision policy.
 
@@ -94,6 +106,8 @@ def run(
     options.check_seed(seed)
     check_snapshots(snapshot, resume, out=script.out)
     check_guard(guard, snapshots=snapshot is not None or resume is not None)
+    if fingerprints:
+        _check_fingerprints(script, snapshots=snapshot is not None or resume is not None)
     parsed = values.parse_policy(policy)
     changes = changes_of(script, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
 
@@ -109,7 +123,10 @@ def run(
         policy_typed=options.typed_name(policy, parsed),
         name=policy,
         shows_progress=False,
-        snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=parsed, seed=seed),
+        in_folder=lambda folder: {
+            "snapshots": snapshot_request(script, folder, snapshot, resume, policy=parsed, seed=seed),
+            "observe": _values_settings(folder) if fingerprints else None,
+        },
         guard=guard_request(script, guard, policy=policy),
         seed=seed,
         metric=metric,
@@ -119,6 +136,24 @@ def run(
         results.note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
     killed = stop.stopped and record.exit_code > SIGNALS  # otherwise the script handled the signal and ended by itself
     raise typer.Exit(stop.exit_code if killed else record.exit_code)
+
+
+def _check_fingerprints(script: Script, *, snapshots: bool) -> None:
+    """Refuse fingerprints where they cannot be taken."""
+    script.check_supported("--fingerprints")
+    refuse_in_several("--fingerprints", hint="leave it out: the values of each process are its own")
+    if snapshots:
+        raise UsageError(
+            "--fingerprints with --snapshot or --resume; allowed: one of them",
+            hint=f"type: {replacing('--fingerprints', '', without='--snapshot')}",
+        )
+
+
+def _values_settings(folder: Path) -> ValuesSettings:
+    from mezzo.observe.settings import ValuesSettings
+    from mezzo.observe.values.log import VALUES_NAME
+
+    return ValuesSettings(steps=_FINGERPRINTED, path=str((folder / VALUES_NAME).absolute()), ends_script=False)
 
 
 USUAL_REWINDS = 3

@@ -51,12 +51,13 @@ class Fingerprints:
         if whole:
             sketch += signed[:whole].view(-1, BUCKETS).sum(0)
         sketch[: size - whole] += signed[whole:]
-        squares = wide.dot(wide)
+        powers = wide * wide
+        squares, fourths = powers.sum(), powers.dot(powers)
         rounded = values if rounding_of is None else dense(rounding_of)
         known = format_of(rounded.dtype)
         unit = 0.0 if known is None else known.eps / 2
         norm = squares if rounding_of is None else _squares(rounded)
-        self._waiting.append((self._hash(values), torch.cat([squares[None], (norm * unit**2)[None], sketch])))
+        self._waiting.append((self._hash(values), torch.cat([torch.stack([squares, norm * unit**2, fourths]), sketch])))
         return Output(format_name(tensor.dtype), tuple(tensor.shape))
 
     def forget_after(self, count: int) -> None:

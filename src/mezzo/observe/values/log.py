@@ -3,7 +3,8 @@
 A *fingerprint* has a hash of the bits, the norm, and a sketch: 64 sums of the elements, each with a fixed random sign. The distance of two
 sketches estimates the distance of the tensors without bias, with a standard deviation of 9% (Charikar, Chen and Farach-Colton, "Finding
 frequent items in data streams", 2002: the count sketch; the variance follows from theirs). Tensors of up to 64 elements are compared
-exactly. Cost: 66 numbers a tensor.
+exactly. Values whose elements
+may have any order have no sketch; they are compared by their sums of squares and fourth powers. Cost: 67 numbers a tensor.
 
 Events form a graph: each knows which events made what it reads. A value that no event made is an event of its own: a weight, a buffer, a
 constant or data.
@@ -25,8 +26,12 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 BUCKETS = 64
 """Numbers in a sketch."""
-NUMBERS = BUCKETS + 2
-"""Numbers of a fingerprint: the squared norm, the squared norm of the rounding that its format explains, the sketch."""
+SQUARES, ROUNDING, FOURTHS, SKETCH = 0, 1, 2, 3
+"""Where a fingerprint has the sum of squares, the sum of squares of the rounding that its format explains, the sum of fourth powers, and
+where its sketch begins."""
+NUMBERS = BUCKETS + SKETCH
+UNKNOWN = -1.0
+"""A negative number in place of a sum of squares: the value has no counterpart."""
 VALUES_NAME = "values.npz"
 """The file beside a run's record."""
 _VERSION = 1
@@ -171,7 +176,8 @@ def _event(fields: dict[str, Any]) -> Event:
 def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
     """Return the relative distance of each result of two events.
 
-    0 if all bits are equal; infinite if one is not finite where the other is, or if their shapes differ.
+    0 if all bits are equal; infinite if one is not finite where the other is, or if their shapes differ. Where a sketch is missing (NaN),
+    the distance of the norms.
     """
     left, right = a.events[one].outputs, b.events[other].outputs
     if len(left) != len(right) or any(x.shape != y.shape for x, y in zip(left, right, strict=False)):
@@ -183,15 +189,26 @@ def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
         return np.zeros(len(left))
     first, second = a.numbers[rows], b.numbers[others]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        apart = np.sqrt(((first[:, 2:] - second[:, 2:]) ** 2).sum(axis=1))
-        whole = np.sqrt(np.maximum(first[:, 0], second[:, 0]))
-        relative = np.where(same | (apart == 0), 0.0, apart / whole)
+        apart = np.sqrt(((first[:, SKETCH:] - second[:, SKETCH:]) ** 2).sum(axis=1))
+        whole = np.sqrt(np.maximum(first[:, SQUARES], second[:, SQUARES]))
+        unordered = np.isnan(first[:, SKETCH]) | np.isnan(second[:, SKETCH])
+        finite = np.isfinite(first[:, SQUARES]) & np.isfinite(second[:, SQUARES])
+        apart = np.where(unordered & finite, _unordered(first, second) * whole, apart)
+        unknown = (first[:, SQUARES] < 0) | (second[:, SQUARES] < 0)
+        relative = np.where(same | unknown | (apart == 0), 0.0, apart / whole)
     return np.nan_to_num(relative, nan=np.inf)
+
+
+def _unordered(first: Floats, second: Floats) -> Floats:
+    """Return the relative distance of the norms, or of the roots of the sums of fourth powers: normalised values have one norm."""
+    kinds = ((SQUARES, 1 / 2), (FOURTHS, 1 / 4))
+    roots = [(first[:, place] ** power, second[:, place] ** power) for place, power in kinds]
+    return np.maximum(*(np.abs(x - y) / np.maximum(x, y) for x, y in roots))
 
 
 def rounding(log: ValuesLog, event: int) -> Floats:
     """Return the relative rounding that the format of each result explains."""
     rows = log.numbers[log.rows(event)]
     with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.sqrt(rows[:, 1] / rows[:, 0])
+        shares = np.sqrt(rows[:, ROUNDING] / rows[:, SQUARES])
     return np.nan_to_num(shares, nan=0.0, posinf=0.0)

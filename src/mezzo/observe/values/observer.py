@@ -64,7 +64,14 @@ class Values(Observer):
             torch.use_deterministic_algorithms(True, warn_only=True)
         self._handles = [register_optimizer_step_pre_hook(self._stepping)]
         self._unlisten = listen(self._point)
-        super().start()
+        if self._settings.outcomes_only and self._waiting[:1] == [1]:
+            self._begin()  # it enters no modes, which compiled code would not begin or end in
+        else:
+            super().start()
+
+    def can_switch_modes(self) -> bool:
+        """Return whether observation can begin or end here."""
+        return self._settings.outcomes_only or super().can_switch_modes()
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
