@@ -36,7 +36,8 @@ VALUES_NAME = "values.npz"
 """The file beside a run's record."""
 _VERSION = 1
 
-Phase: TypeAlias = Literal["forward", "backward", "update"]
+Phase: TypeAlias = Literal["forward", "backward", "gradients", "update"]
+"""``gradients``: what a script does with gradients between a backward pass and an update, such as reducing and clipping them."""
 Kind: TypeAlias = Literal[
     "operation",
     "cast",

@@ -161,6 +161,12 @@ class Values(Observer):
                 )
             )
 
+    def backward_ended(self) -> None:
+        """Record that the step has gradients."""
+        if self._tracer is not None:
+            self._tracer.has_gradients = True
+        super().backward_ended()
+
     def _point(self, name: str, values: Any) -> None:
         if isinstance(values, Tensor) and values.numel() <= _MOST_ELEMENTS:
             self._points.append((name, dense(values).float().cpu().clone()))
@@ -209,6 +215,7 @@ class Values(Observer):
                         tracer.attempt(
                             lambda p=parameter, o=old, s=settings: self._note_update(optimizer, p, o, s)  # type: ignore[misc]
                         )
+            tracer.has_gradients = False
             self._note_buffers(tracer)
         super().updated(optimizer)
 

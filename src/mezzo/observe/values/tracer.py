@@ -104,6 +104,8 @@ class ValuesTracer(PlacingTracer):
         self._roots: set[int] = set()
         self._constants: Storages[str] = Storages()
         """The lines that made constants."""
+        self.has_gradients = False
+        """Whether a backward pass has ended since the last update."""
         self._errors: dict[int, Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._products: dict[int, object] = {}
@@ -275,7 +277,7 @@ class ValuesTracer(PlacingTracer):
         return Event(
             "cast" if is_cast else "operation",
             0,
-            "backward" if place.backward else "forward",
+            self._phase(passed),
             place.op,
             "",
             place.line,
@@ -285,6 +287,12 @@ class ValuesTracer(PlacingTracer):
             row,
             draws(passed.func),
         )
+
+    def _phase(self, passed: _Passed) -> Phase:
+        if passed.place.backward:
+            return "backward"
+        outside = self.has_gradients and passed.place.module is None
+        return "gradients" if outside and not any(t.requires_grad for t in flat_tensors(passed.args)) else "forward"
 
     def _written_silently(self, passed: _Passed) -> list[Tensor]:
         """Return the running statistics that an operation changes without declaring it."""
