@@ -1,9 +1,9 @@
 """Decide what rounding explains of the difference of two runs, and where the rest began. Pure.
 
 How far rounding alone carries a value is measured, not assumed: a *control* run of one side has every rounding error mirrored at random
-(``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's, or
-that of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors is one.
-Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation.
+(``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's,
+the control's of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors
+is one. Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mezzo.commands.diff.align import REARRANGES, Pairs, aligned
-from mezzo.observe.values.log import LEAVES, OUTCOMES, Event, Floats, Read, ValuesLog, distances, rounding
+from mezzo.observe.values.log import (
+    LEAVES,
+    OUTCOMES,
+    ROUNDING,
+    SQUARES,
+    Event,
+    Floats,
+    ValueRead,
+    ValuesLog,
+    distances,
+    rounding,
+)
 
+_ADDS = frozenset(("add", "add_", "sub", "sub_", "sum", "accumulate_grad", "cat", "stack"))
+_ONLY_READ = ("cast", "gradient", "loss", "point", "state")
+_TINY = 1e-300
 TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
@@ -48,7 +62,7 @@ class Beginning:
 
 
 @dataclass(kw_only=True)
-class Judged:
+class Parting:
     """The difference of two runs."""
 
     pairs: Pairs
@@ -77,7 +91,7 @@ def judge(
     control: ValuesLog | None = None,
     control_of_b: bool = False,
     same_formats: bool = True,
-) -> Judged:
+) -> Parting:
     """Return where two runs part.
 
     Args:
@@ -89,17 +103,20 @@ def judge(
         same_formats: whether both were to compute in the same formats, so that a narrower one is a difference.
     """
     pairs = aligned(a, b)
-    found = Judged(pairs=pairs)
+    found = Parting(pairs=pairs)
     repeats = {} if again is None else _apart(a, again)
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
+    carried_a, carried_b = _carried(a), _carried(b)
     pooled = _of_updates(a, b, pairs, moved, of_b=control_of_b)
     for n, other in pairs.items():
         apart = distances(a, b, n, other)
         noise = moved.get(other if control_of_b else n, np.zeros(1))
         reads = b.events[other].reads if control_of_b else a.events[n].reads
         before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
-        least = rounding(a, n) if same_formats else np.maximum(rounding(a, n), rounding(b, other))
+        least = np.maximum(rounding(a, n), carried_a[n])
+        if not same_formats:
+            least = np.maximum(least, np.maximum(rounding(b, other), carried_b[other]))
         if control is None:
             noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
             allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
@@ -122,10 +139,31 @@ def judge(
     return found
 
 
+def _carried(log: ValuesLog) -> list[float]:
+    """Return for each event the rounding of what it reads, relative to its result where that only moves, casts or adds its operands.
+
+    A sum of large values that cancel has their rounding. Everything else counts with the coarsest of its operands.
+    """
+    own = np.sqrt(np.array([log.numbers[log.rows(n), ROUNDING].sum() for n in range(len(log.events))]))
+    norms = np.sqrt(np.maximum([log.numbers[log.rows(n), SQUARES].sum() for n in range(len(log.events))], _TINY))
+    whole: Floats = own.copy()
+    found: list[float] = []
+    with np.errstate(invalid="ignore"):  # the norm of a mask of -inf
+        for n, event in enumerate(log.events):
+            reads = [one.event for one in event.reads if one.event < n]
+            before = float(np.sqrt((whole[reads] ** 2).sum()))
+            adds = event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS
+            share = before / norms[n] if adds else (whole[reads] / norms[reads]).max(initial=0.0)
+            found.append(float(np.nan_to_num(share, nan=0.0, posinf=0.0)))
+            if adds:
+                whole[n] = math.hypot(own[n], before)
+    return found
+
+
 def _of_updates(
     a: ValuesLog, b: ValuesLog, pairs: Pairs, moved: Mapping[int, Floats], *, of_b: bool
 ) -> dict[int, float]:
-    """Return how far the control moves the updates of each step: those of all parameters, because few elements decide.
+    """Return how far the control moves the updates of all parameters of each step, because few elements decide.
 
     Adam's first update is the sign of the gradient. So one element whose gradient is smaller than its rounding moves a bias of 64
     elements by a quarter, and no single draw says whether it will.
@@ -141,7 +179,7 @@ def _of_updates(
     return found
 
 
-def _follows(one: Event, other: Event, found: Judged) -> bool:
+def _follows(one: Event, other: Event, found: Parting) -> bool:
     """Return whether an update with the same settings follows gradients that differ."""
     same = one.kind == "update" and one.settings == other.settings
     return same and any(found.distance.get(read.event, 0.0) > 0 for read in one.reads)
@@ -190,7 +228,7 @@ def _lasting(a: ValuesLog, beyond: set[int], pairs: Pairs) -> set[int]:
 
 
 def _beginnings(
-    a: ValuesLog, b: ValuesLog, found: Judged, beyond: set[int], *, same_formats: bool
+    a: ValuesLog, b: ValuesLog, found: Parting, beyond: set[int], *, same_formats: bool
 ) -> Iterable[Beginning]:
     back = {other: n for n, other in found.pairs.items()}
     tainted: set[int] = set()  # what is beyond rounding, and what was computed from it
@@ -263,7 +301,7 @@ def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
     return ((", ".join(one.settings), ", ".join(other.settings)),)
 
 
-def _parts(reads: Sequence[Read], others: Sequence[Read], pairs: Pairs) -> bool:
+def _parts(reads: Sequence[ValueRead], others: Sequence[ValueRead], pairs: Pairs) -> bool:
     if len(reads) != len(others):
         return False
     return any(
@@ -276,7 +314,7 @@ def _parts(reads: Sequence[Read], others: Sequence[Read], pairs: Pairs) -> bool:
     )
 
 
-def _size(read: Read) -> int:
+def _size(read: ValueRead) -> int:
     return math.prod(read.part[1:])
 
 

@@ -7,6 +7,7 @@ optimizer steps. Limits: updates that the script computes itself are recorded as
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,11 @@ from mezzo.engine.processes.shards import local
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.compare_points import listen
 from mezzo.observe.module_names import Names
-from mezzo.observe.observer import ObservedRun, Observer
+from mezzo.observe.observer import ObservedRun, TracingObserver
 from mezzo.observe.settings import StopScript, ValuesSettings
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.values.fingerprints import dense, flat_fp64
-from mezzo.observe.values.log import LEAVES, Event, ValuesLog
+from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
 from mezzo.observe.values.tracer import ValuesTracer, optimizer_settings
 from mezzo.records import RunRecord
 
@@ -35,7 +36,7 @@ _MOST_ELEMENTS = 2**24
 """Largest number of elements that are kept of a compare point."""
 
 
-class Values(Observer):
+class RecordedValues(TracingObserver):
     """An observer of every value."""
 
     def __init__(self, settings: ValuesSettings, run: ObservedRun) -> None:
@@ -90,16 +91,6 @@ class Values(Observer):
     def _run_eagerly(self) -> None:
         if not self._settings.outcomes_only:
             super()._run_eagerly()
-
-    def _first_called(self, module: nn.Module, args: object) -> None:
-        if self._begin_at_first_call() and self._tracer is not None:
-            self._tracer.enter(module, args)
-
-    def move(self, step: int) -> None:
-        """Begin again in the thread that trains."""
-        assert self._tracer is not None
-        self._tracer.leave_behind()
-        self.begin(step)
 
     def restart(self) -> None:
         """Discard what was recorded."""
@@ -164,7 +155,7 @@ class Values(Observer):
     def backward_ended(self) -> None:
         """Record that the step has gradients."""
         if self._tracer is not None:
-            self._tracer.has_gradients = True
+            self._tracer.gradients_ready(ready=True)
         super().backward_ended()
 
     def _point(self, name: str, values: Any) -> None:
@@ -215,7 +206,7 @@ class Values(Observer):
                         tracer.attempt(
                             lambda p=parameter, o=old, s=settings: self._note_update(optimizer, p, o, s)  # type: ignore[misc]
                         )
-            tracer.has_gradients = False
+            tracer.gradients_ready(ready=False)
             self._note_buffers(tracer)
         super().updated(optimizer)
 
@@ -257,22 +248,25 @@ class Values(Observer):
 
     def log(self, run: RunRecord) -> ValuesLog:
         """Return what was recorded."""
-        log = ValuesLog(environment={"device": str(run.environment.device), "torch": torch.__version__})
-        counts: dict[str, int] = {}
-        for name, values in self._points:
-            counts[name] = counts.get(name, 0) + 1
-            log.points[f"{name}#{counts[name]}"] = values.double().numpy()
+        where = {"device": str(run.environment.device), "torch": torch.__version__}
         if self._tracer is None:
-            return log
-        hashes, log.numbers = self._tracer.fingerprints.read()
-        log.hashes = np.array(hashes, np.int64)
-        names, tensors = self._names(), self._leaves()
-        for number, event in enumerate(self._tracer.finished_events()):
-            step = 1 + sum(end <= number for end in self._ends)
-            log.events.append(
-                self._named(replace(event, step=step), self._tracer.modules[number], names, tensors.get(number))
-            )
-        return log
+            return ValuesLog(points=self._named_points(), environment=where)
+        hashes, numbers = self._tracer.fingerprints.read()
+        names, leaves = self._names(), self._leaves()
+        events = [
+            self._named(replace(event, step=1 + sum(end <= n for end in self._ends)), module, names, leaves.get(n))
+            for n, (event, module) in enumerate(zip(self._tracer.finished_events(), self._tracer.modules, strict=True))
+        ]
+        return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where)
+
+    def _named_points(self) -> dict[str, Floats]:
+        """Return the values of the compare points, numbered by name."""
+        counts: Counter[str] = Counter()
+        points: dict[str, Floats] = {}
+        for name, values in self._points:
+            counts[name] += 1
+            points[f"{name}#{counts[name]}"] = values.double().numpy()
+        return points
 
     def _leaves(self) -> dict[int, tuple[str, str]]:
         """Return kind and name of the weights and buffers among the values that no event made."""
