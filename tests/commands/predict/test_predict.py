@@ -59,7 +59,8 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm --out"
+    words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm "
+    words += "--host 0.1 --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0
     record = read_record(tmp_path / "record.json")
     assert isinstance(record, PredictRecord)

@@ -285,7 +285,8 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         loader=traced.loader,
     )
     if traced.checkpoint:  # no measured row has it
-        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
+        unmeasured = {"validated": False, "not_validated": "measurements"}
+        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, **unmeasured})
     if price_per_hour is None or not prediction.possible:
         return prediction
     cost = cost_per_million(prediction.throughput, price_per_hour * where.job.num_gpus)
