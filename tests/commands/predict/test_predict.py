@@ -370,4 +370,17 @@ def test_the_cpu_is_predicted_for_pytorch_only(framework: str, tmp_path: Path) -
     path.write_text(f"import {framework}\n", encoding="utf-8")
     calibration = Calibration(device="a CPU", threads=1, date="", torch="", rates={}, low=0.9, high=1.1)
     with pytest.raises(UsageError, match=r"--gpus cpu predicts PyTorch.*train\.py is none"):
-        of_script(str(path), [], ["fp32"], None, False, calibration)
+        of_script(str(path), [], ["fp32"], None, False, calibration=calibration)
+
+
+@pytest.mark.parametrize("framework", ["keras", "paddle"])
+def test_several_gpus_are_refused_before_a_keras_or_paddle_script_runs(
+    framework: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import {framework}\nopen(__file__ + '.ran', 'w')\n", encoding="utf-8")
+    assert cli.main(["predict", "--gpus-per-job", "2", "--out", str(tmp_path), str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--gpus-per-job 2 predicts PyTorch scripts" in said
+    assert "one GPU of the job computes what this prediction says" in said
+    assert not (tmp_path / "train.py.ran").exists()
