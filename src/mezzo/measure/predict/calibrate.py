@@ -36,6 +36,8 @@ from mezzo.records.files import write_whole
 _REPEATS = 5
 _STEADY = 1.02
 """Repeats end when the two fastest differ by no more than this factor: another would change the least by less."""
+_LEAST_S = 0.1
+"""The least time for the repeats of a step: the first ones of a step of a millisecond fill caches, and agree with each other."""
 _PROBE_S = 2.5
 """The most time for one probe's repeats; each probe is repeated in two ways."""
 _ALL_S = 100.0
@@ -223,8 +225,14 @@ def _steady(seconds: Sequence[float]) -> bool:
 def least_seconds(step: Callable[[], Any], kind: str, *, most_s: float) -> float:
     """Return the least seconds of ``step`` over repeats of ``most_s`` in all: CPU time of the thread, or elapsed on a GPU."""
     found: list[float] = []
-    stop = time.monotonic() + most_s
-    while len(found) < 3 or (len(found) < 4 * _REPEATS and time.monotonic() < stop and not _steady(found)):
+    begun = time.monotonic()
+    least, stop = begun + min(_LEAST_S, most_s), begun + most_s
+
+    def goes_on() -> bool:
+        now = time.monotonic()
+        return now < least or (len(found) < 4 * _REPEATS and now < stop and not _steady(found))
+
+    while len(found) < 3 or goes_on():
         clock = time.thread_time if kind == "cpu" else time.perf_counter
         begin = clock()
         step()
