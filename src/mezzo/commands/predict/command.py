@@ -279,7 +279,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         data=traced.data,
         loader=traced.loader,
     )
-    if traced.checkpoint:  # no measured row has it
+    if traced.checkpoint:  # no row that was fitted to has it
         unmeasured = {"validated": False, "not_validated": "measurements"}
         prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, **unmeasured})
     if price_per_hour is None or not prediction.possible:

@@ -33,7 +33,7 @@ _KERNELS = words(
 _RANDOM = words("random_bits random_seed random_fold_in random_split threefry2x32 rng_uniform rng_bit_generator")
 _NOTHING = words("iota debug_callback io_callback pure_callback")
 _WRAPPERS = re.compile(r"\w+\(|\)")
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
@@ -152,8 +152,13 @@ def measured(equation: Any, *, backward: bool = False) -> tuple[str, ProductSize
     return shown, shape, flops
 
 
+def is_product(equation: Any) -> bool:
+    """Return whether an equation is a product."""
+    return equation.primitive.name in _PRODUCTS
+
+
 def _kind(name: str) -> NodeKind:
-    if name in PRODUCTS:
+    if name in _PRODUCTS:
         return "product"
     if name in _KERNELS or name.startswith("scatter"):
         return "kernel"

@@ -25,7 +25,7 @@ import keras
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.frameworks.keras import tf32_of
-from mezzo.launch.keras.jaxpr_tape import PRODUCTS, measured, step_graph
+from mezzo.launch.keras.jaxpr_tape import is_product, measured, step_graph
 from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format, mixed_scaling
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -312,7 +312,7 @@ def count(jaxpr: Any) -> Counter[str]:
     """Return the FLOPs of the products in a jaxpr, by the name of the operands' dtype."""
     total: Counter[str] = Counter()
     for equation in jaxpr.eqns:
-        if equation.primitive.name in PRODUCTS:
+        if is_product(equation):
             _, _, flops = measured(equation)
             total[str(equation.invars[0].aval.dtype)] += flops
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1

@@ -21,7 +21,7 @@ Measured: TypeAlias = tuple[str, ProductSize]
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductRule:
     """An operation that computes products."""
 
     measured: Callable[[Sizes, Sizes, Attribute], Measured]
@@ -115,27 +115,27 @@ def _weight_gradient(inputs: Sizes, outputs: Sizes, attribute: Attribute, *, dep
     return "convolution_weight_gradient", size
 
 
-def _convolution(*, depthwise: bool = False) -> Product:
+def _convolution(*, depthwise: bool = False) -> ProductRule:
     measured = partial(_forward, depthwise=depthwise)
-    return Product(measured, lambda inputs, outputs: (outputs[0], inputs[1]), depthwise)
+    return ProductRule(measured, lambda inputs, outputs: (outputs[0], inputs[1]), depthwise)
 
 
-def _of_input(*, depthwise: bool = False) -> Product:
+def _of_input(*, depthwise: bool = False) -> ProductRule:
     measured = partial(_input_gradient, depthwise=depthwise)
-    return Product(measured, lambda inputs, outputs: (inputs[2], inputs[1]), depthwise)
+    return ProductRule(measured, lambda inputs, outputs: (inputs[2], inputs[1]), depthwise)
 
 
-def _of_weight(*, depthwise: bool = False) -> Product:
+def _of_weight(*, depthwise: bool = False) -> ProductRule:
     measured = partial(_weight_gradient, depthwise=depthwise)
-    return Product(measured, lambda inputs, outputs: (inputs[2], outputs[0]), depthwise)
+    return ProductRule(measured, lambda inputs, outputs: (inputs[2], outputs[0]), depthwise)
 
 
-PRODUCTS: dict[str, Product] = {
-    "MatMul": Product(_matmul),
-    "BatchMatMul": Product(_batch_matmul),
-    "BatchMatMulV2": Product(_batch_matmul),
-    "BatchMatMulV3": Product(_batch_matmul),
-    "Einsum": Product(_einsum),
+PRODUCTS: dict[str, ProductRule] = {
+    "MatMul": ProductRule(_matmul),
+    "BatchMatMul": ProductRule(_batch_matmul),
+    "BatchMatMulV2": ProductRule(_batch_matmul),
+    "BatchMatMulV3": ProductRule(_batch_matmul),
+    "Einsum": ProductRule(_einsum),
     "Conv2D": _convolution(),
     "Conv2DBackpropInput": _of_input(),
     "Conv2DBackpropFilter": _of_weight(),
