@@ -115,9 +115,14 @@ class PredictedStep:
         self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
         self.operation_s[indices] = bounds.total
 
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether the host needs longer for the step's operations than the GPU."""
+        return self.host_s > self.device_s
+
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
-        if self.host_s > self.device_s:
+        if self.is_bound_by_host:
             return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
         return shares_by_kind(self.operation_s, self.kinds())
 
