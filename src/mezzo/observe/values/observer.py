@@ -185,7 +185,7 @@ class RecordedValues(TracingObserver):
         self._tracer.note(
             "gradient",
             op="gradient",
-            name=self._names().parameter(parameter),
+            owner=parameter,
             phase="backward",
             reads=[gradient],
             results=[(gradient, None)],
@@ -232,7 +232,7 @@ class RecordedValues(TracingObserver):
         self._tracer.note(
             "update",
             op=type(optimizer).__name__,
-            name=self._names().parameter(parameter),
+            owner=parameter,
             phase="update",
             settings=settings,
             reads=[parameter, *([parameter.grad] if parameter.grad is not None else [])],
@@ -254,8 +254,8 @@ class RecordedValues(TracingObserver):
         hashes, numbers = self._tracer.fingerprints.read()
         names, leaves = self._names(), self._leaves()
         events = [
-            self._named(replace(event, step=1 + sum(end <= n for end in self._ends)), module, names, leaves.get(n))
-            for n, (event, module) in enumerate(zip(self._tracer.finished_events(), self._tracer.modules, strict=True))
+            self._named(replace(event, step=1 + sum(end <= n for end in self._ends)), owner, names, leaves.get(n))
+            for n, (event, owner) in enumerate(zip(self._tracer.finished_events(), self._tracer.owners, strict=True))
         ]
         return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where)
 
@@ -281,11 +281,16 @@ class RecordedValues(TracingObserver):
                             found.setdefault(first, (kind, f"{path}.{name}" if path else name))
         return found
 
-    def _named(self, event: Event, module: nn.Module | None, names: Names, leaf: tuple[str, str] | None) -> Event:
+    def _named(
+        self, event: Event, owner: nn.Module | Tensor | None, names: Names, leaf: tuple[str, str] | None
+    ) -> Event:
         if leaf is not None and event.kind in LEAVES:
             kind, name = leaf
             return replace(event, kind=kind, op=kind, module=name)  # type: ignore[arg-type]
-        return event if event.module else replace(event, module=names.of(module))
+        if event.module:
+            return event
+        name = names.parameter(owner) if isinstance(owner, Tensor) else names.of(owner)
+        return replace(event, module=name)
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the log; return the run's own record."""

@@ -94,8 +94,8 @@ class ValuesTracer(PlacingTracer):
         """
         super().__init__(formats, device_type=device_type, flags=flags, problems=problems)
         self.events: list[Event] = []
-        self.modules: list[nn.Module | None] = []
-        """The module of each event."""
+        self.owners: list[nn.Module | Tensor | None] = []
+        """The module of each event, or the parameter."""
         self.fingerprints = Fingerprints()
         self._in_fp64, self._mirrored = in_fp64 or mirrored, mirrored
         self._makers: Storages[tuple[int, int]] = Storages()
@@ -121,7 +121,7 @@ class ValuesTracer(PlacingTracer):
         kind: EventKind,
         *,
         op: str,
-        module: nn.Module | None = None,
+        owner: nn.Module | Tensor | None = None,
         name: str = "",
         line: str = "",
         phase: Phase = "forward",
@@ -135,8 +135,8 @@ class ValuesTracer(PlacingTracer):
         Args:
             kind: what it is.
             op: its name.
-            module: its module.
-            name: the path, where it is not the module's.
+            owner: its module or parameter.
+            name: the path, where it is not the owner's.
             line: the script's line.
             phase: where it runs.
             settings: what else determines its value.
@@ -148,7 +148,7 @@ class ValuesTracer(PlacingTracer):
         row = len(self.fingerprints)
         described = tuple(self.fingerprints.add(value, rounding_of=of) for value, of in results)
         event = Event(kind, 0, phase, op, name, line, settings, known, described, row)
-        return self._add(event, module, makes)
+        return self._add(event, owner, makes)
 
     def gradients_ready(self, *, ready: bool) -> None:
         """Record that a backward pass has ended, or that an update has used its gradients."""
@@ -156,7 +156,7 @@ class ValuesTracer(PlacingTracer):
 
     def forget(self) -> None:
         """Drop everything."""
-        self.events, self.modules, self._errors = [], [], {}
+        self.events, self.owners, self._errors = [], [], {}
         self.fingerprints, self._products = Fingerprints(), {}
         self._makers, self._leaves = Storages(), Storages()
 
@@ -164,7 +164,7 @@ class ValuesTracer(PlacingTracer):
         """Drop all events but the first ``count``."""
         if count < len(self.events):
             self.fingerprints.forget_after(self.events[count].row)
-            del self.events[count:], self.modules[count:]
+            del self.events[count:], self.owners[count:]
 
     def leaf(self, tensor: Tensor) -> int | None:
         """Return the event of a value that no event made; None for any other."""
@@ -179,10 +179,10 @@ class ValuesTracer(PlacingTracer):
         found = self._errors
         return [replace(event, error=float(found[n])) if n in found else event for n, event in enumerate(self.events)]
 
-    def _add(self, event: Event, module: nn.Module | None, makes: Iterable[Tensor]) -> int:
+    def _add(self, event: Event, owner: nn.Module | Tensor | None, makes: Iterable[Tensor]) -> int:
         number = len(self.events)
         self.events.append(event)
-        self.modules.append(module)
+        self.owners.append(owner)
         for output, tensor in enumerate(makes):
             self._makers.put(tensor, (number, output))
         return number
