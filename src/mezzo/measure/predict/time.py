@@ -52,6 +52,8 @@ each of which computes one tile (NVIDIA's tuning guides)."""
 _TURNED_TF32 = {"9.0": 0.629}
 """Rate of TF32 products whose operands do not lie along the sum, as in all gradients. Hopper's ``wgmma`` takes TF32 only along the sum (PTX
 ISA), so they run with ``mma``, which reaches 62.9% of the peak (Luo et al. 2024, arXiv 2402.13499)."""
+_L2_LATENCY = 0.55
+"""Cycles of a load from the L2 cache over one from memory: 263 and 479 on an H100, 262 and 466 on an A100 (arXiv 2402.13499)."""
 _UNALIGNED = 1 / 3
 """Rate of products on matrix units whose rows do not begin at multiples of 16 bytes: a head over an unpadded vocabulary takes three times
 as long (Netflix, Scaling LLM post-training, 2026)."""
@@ -91,6 +93,8 @@ class Columns:
     """Bytes that a normalisation over the batch reads; 0 for others."""
     norm_channel_bytes: Array
     """The same of one channel."""
+    norm_gradient: NDArray[np.bool_]
+    """Whether it is the gradient of one."""
 
     @classmethod
     def of(cls, operations: Sequence[CostedOperation]) -> Columns:
@@ -132,6 +136,7 @@ class Columns:
             read_twice=np.where(twice, read, 0.0),
             norm_bytes=norm,
             norm_channel_bytes=np.divide(norm, rows, out=np.zeros_like(norm), where=rows > 0),
+            norm_gradient=flags([op.name == "native_batch_norm_backward" for op in operations]),
         )
 
 
@@ -159,10 +164,12 @@ class Card:
     """Multiprocessors that share what they load."""
     turned_tf32: Any
     """Rate of TF32 products of gradients, over others'."""
+    own_norms: Any
+    """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16, not with cuDNN's."""
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False) -> Card:
-        """Return the card of ``gpu``, with TF32 allowed or not, and algorithms tried or not."""
+    def of(cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False, bf16: bool = False) -> Card:
+        """Return the card of ``gpu``, with TF32 allowed or not, algorithms tried or not, and BF16 or FP16 as the 16-bit format."""
         capability = gpu.compute_capability
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
         single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
@@ -183,6 +190,7 @@ class Card:
             waits_for_loads=capability in ("7.0", "7.5"),
             sharing=_SHARING.get(capability, 1),
             turned_tf32=_TURNED_TF32.get(capability, 1.0) if in_tf32 else 1.0,
+            own_norms=bf16,
         )
 
 
@@ -224,10 +232,12 @@ def _traffic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     elements = np.where(ops.flops > 0, np.inf, cycles * c.issue_elements * ops.element_bytes)
     reached = (memory**-_EDGE + elements**-_EDGE) ** (-1 / _EDGE)
     found = moved * (1 - from_l2) / reached + moved * from_l2 / np.maximum(memory, cycles * c.l2_bytes)
-    by_channel = np.where(
-        (ops.norm_bytes > 0) & channels_first, ops.rows * c.block_elements * ops.element_bytes * clock_hz, np.inf
-    )
-    result: Array = np.maximum(found, moved / by_channel)
+    # a block of threads computes a channel: it waits for the elements that it has loaded before it loads more
+    own = np.equal(card.own_norms, True) & half
+    passes = np.where(own, np.where(ops.norm_gradient, 4.0, 2.0), 2.0)
+    latency = 1 - from_l2 * (1 - _L2_LATENCY)
+    by_channel = passes * latency * ops.columns / (c.block_elements * clock_hz)
+    result: Array = np.maximum(found, np.where((ops.norm_bytes > 0) & channels_first, by_channel, 0.0))
     return result
 
 
@@ -295,7 +305,7 @@ class Constants:
     """Share of the memory's bandwidth that is reached."""
     issue_elements: float = 4.5
     """Elements that one multiprocessor moves in a cycle, at most, outside of products."""
-    block_elements: float = 1.25
+    block_elements: float = 0.7
     """Elements that one block of threads moves in a cycle: channels-first batch normalisation has one block per channel."""
     feed_bytes: float = 64.0
     """Bytes that matrix units get from the L2 cache, per cycle and multiprocessor."""
