@@ -164,6 +164,8 @@ class Card:
     """Multiprocessors that share what they load."""
     turned_tf32: Any
     """Rate of TF32 products of gradients, over others'."""
+    tf32_flops_per_s: Any
+    turned_all: Any
     own_norms: Any
     """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16, not with cuDNN's."""
 
@@ -190,6 +192,8 @@ class Card:
             waits_for_loads=capability in ("7.0", "7.5"),
             sharing=_SHARING.get(capability, 1),
             turned_tf32=_TURNED_TF32.get(capability, 1.0) if in_tf32 else 1.0,
+            tf32_flops_per_s=gpu.tf32_flops_per_s or 0.0,
+            turned_all=_TURNED_TF32.get(capability, 1.0),
             own_norms=bf16,
         )
 
@@ -254,6 +258,8 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
     peak = np.where(in_tf32 & ops.gradient, peak * card.turned_tf32, peak)
     peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
+    thrice = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
+    peak = np.where(thrice, card.tf32_flops_per_s * c.tf32 / 3 * card.turned_all, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
     per_cycle = peak / (card.multiprocessors * card.clock_hz)
     narrow = np.minimum(ops.rows, ops.columns)
