@@ -101,15 +101,28 @@ def _cycles(p: TiledProducts, tile: tuple[int, int], split: int, feed_bytes: flo
     return steps + partial_bytes / (p.multiprocessors * feed_bytes)
 
 
-def attention_cycles(products: TiledProducts, backward: NDArray[np.bool_], *, fill_cycles: float) -> Array:
+def attention_cycles(
+    products: TiledProducts,
+    backward: NDArray[np.bool_],
+    *,
+    fill_cycles: float,
+    longest_first: NDArray[np.bool_],
+) -> Array:
     """Return the cycles of fused attentions.
 
     Args:
-        products: of queries and keys; columns are the keys that a query meets.
+        products: of queries and keys; columns are the keys that a query meets on average.
         backward: which of them are backward passes, of five products rather than two.
         fill_cycles: cycles of a block in which its units wait.
+        longest_first: which of them start with the blocks that meet the most keys.
     """
     p = products
-    waves = np.ceil(p.products * np.ceil(p.rows / ATTENTION_ROWS) / p.multiprocessors)
-    score = np.where(backward, 10, 4) * p.depth / p.flops_per_cycle + 1 / _EXPONENTIALS
-    return waves * (ATTENTION_ROWS * p.columns * score + fill_cycles)
+    score = ATTENTION_ROWS * (np.where(backward, 10, 4) * p.depth / p.flops_per_cycle + 1 / _EXPONENTIALS)
+    # under a causal mask the last queries meet all keys
+    causal = (p.rows > ATTENTION_ROWS) & (p.columns == (p.rows + ATTENTION_ROWS) // 2)
+    longest = np.where(causal, p.rows, p.columns) * score + fill_cycles
+    waves = p.products * np.ceil(p.rows / ATTENTION_ROWS) / p.multiprocessors
+    even = waves * (p.columns * score + fill_cycles)
+    uneven = np.where(longest_first, np.maximum(even, longest), even + longest)
+    result: Array = np.where(causal, uneven, np.ceil(waves) * longest)
+    return result

@@ -166,11 +166,15 @@ class Card:
     """Rate of TF32 products of gradients, over others'."""
     tf32_flops_per_s: Any
     turned_all: Any
+    flash_3: Any
+    """Whether attention is FlashAttention 3, as serving libraries have it; torch has FlashAttention 2."""
     own_norms: Any
     """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16, not with cuDNN's."""
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False, bf16: bool = False) -> Card:
+    def of(
+        cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False, bf16: bool = False, flash_3: bool = False
+    ) -> Card:
         """Return the card of ``gpu``, with TF32 allowed or not, algorithms tried or not, and BF16 or FP16 as the 16-bit format."""
         capability = gpu.compute_capability
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
@@ -195,6 +199,7 @@ class Card:
             tf32_flops_per_s=gpu.tf32_flops_per_s or 0.0,
             turned_all=_TURNED_TF32.get(capability, 1.0),
             own_norms=bf16,
+            flash_3=flash_3,
         )
 
 
@@ -258,6 +263,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
     peak = np.where(in_tf32 & ops.gradient, peak * card.turned_tf32, peak)
     peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
+    peak = np.where(ops.attention & half & ~np.equal(card.flash_3, True), peak * card.turned_all, peak)
     thrice = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
     peak = np.where(thrice, card.tf32_flops_per_s * c.tf32 / 3 * card.turned_all, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
@@ -278,7 +284,10 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
     fused = replace(tiled, rows=ops.rows, columns=ops.columns)
     cycles[ops.attention] = attention_cycles(
-        fused.where(ops.attention), ops.attention_gradient[ops.attention], fill_cycles=c.fill_cycles
+        fused.where(ops.attention),
+        ops.attention_gradient[ops.attention],
+        fill_cycles=c.fill_cycles,
+        longest_first=(ops.attention_gradient | np.equal(card.flash_3, True))[ops.attention],
     )
     simd = card.simd_flops_per_s * c.depthwise / (card.multiprocessors * card.clock_hz)
     depthwise = ops.flops / column(card.multiprocessors * simd)
