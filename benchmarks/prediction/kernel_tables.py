@@ -99,7 +99,7 @@ def _attention(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
         or seconds < max(_LEAST_S["aiconfigurator"], flops / (gpu.fp16_flops_per_s or 1))
     ):
         return
-    shape = ProductSize(batch * heads, tokens, (tokens + ATTENTION_ROWS) // 2, depth)
+    shape = ProductSize(batch * heads, tokens, (tokens + ATTENTION_ROWS) // 2, depth, heads // keys)
     read, written = 2 * batch * tokens * depth * (heads + 2 * keys), 2 * batch * tokens * depth * heads
     op = operation("_scaled_dot_product_flash_attention", "bf16", shape, flops=2 * flops, read=read, written=written)
     yield MeasuredKernel("attention, BF16", gpu, op, seconds, LATENCY_S)

@@ -105,6 +105,7 @@ def attention_cycles(
     products: TiledProducts,
     backward: NDArray[np.bool_],
     *,
+    feed_bytes: float,
     fill_cycles: float,
     longest_first: NDArray[np.bool_],
 ) -> Array:
@@ -113,11 +114,14 @@ def attention_cycles(
     Args:
         products: of queries and keys; columns are the keys that a query meets on average.
         backward: which of them are backward passes, of five products rather than two.
+        feed_bytes: what one multiprocessor loads in a cycle.
         fill_cycles: cycles of a block in which its units wait.
         longest_first: which of them start with the blocks that meet the most keys.
     """
     p = products
     score = ATTENTION_ROWS * (np.where(backward, 10, 4) * p.depth / p.flops_per_cycle + 1 / _EXPONENTIALS)
+    # a block loads two rows for each of its keys; a backward pass also adds to the queries' gradients
+    score = score + np.where(backward, 4, 2) * p.depth * p.element_bytes / (p.sharing * feed_bytes)
     # under a causal mask the last queries meet all keys
     causal = (p.rows > ATTENTION_ROWS) & (p.columns == (p.rows + ATTENTION_ROWS) // 2)
     longest = np.where(causal, p.rows, p.columns) * score + fill_cycles

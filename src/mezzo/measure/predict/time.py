@@ -83,6 +83,8 @@ class Columns:
     winograd: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     attention_gradient: NDArray[np.bool_]
+    heads: Array
+    """Heads that share their keys."""
     gradient: NDArray[np.bool_]
     """Whether it is a product of a backward pass; a convolution that checkpointing computes again is none."""
     unaligned: NDArray[np.bool_]
@@ -130,6 +132,7 @@ class Columns:
             attention_gradient=flags(
                 [op.name.startswith(_ATTENTION) and op.name.endswith("_backward") for op in operations]
             ),
+            heads=np.maximum(1.0, window),
             gradient=flags([op.phase == "backward" and op.name != "convolution" for op in operations]),
             unaligned=flags([op.unaligned for op in operations]),
             channels_last=channels_last,
@@ -282,10 +285,11 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     cycles = ops.flops / (per_cycle * card.multiprocessors)  # of products whose shape is not known
     products = (ops.flops > 0) & (ops.depth > 0) & ~ops.depthwise & ~ops.attention
     cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
-    fused = replace(tiled, rows=ops.rows, columns=ops.columns)
+    fused = replace(tiled, rows=ops.rows, columns=ops.columns, sharing=ops.heads)
     cycles[ops.attention] = attention_cycles(
         fused.where(ops.attention),
         ops.attention_gradient[ops.attention],
+        feed_bytes=c.feed_bytes,
         fill_cycles=c.fill_cycles,
         longest_first=(ops.attention_gradient | np.equal(card.flash_3, True))[ops.attention],
     )
