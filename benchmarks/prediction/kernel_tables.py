@@ -204,7 +204,7 @@ class Priced:
                 one.gpu,
                 tf32=False,
                 tries_algorithms=one.tries_algorithms,
-                flash_3="attention" in one.kind and one.gpu.compute_capability == "9.0",
+                flash_3="attention" in one.kind and one.gpu.compute_capability in ("9.0", "10.0"),
             )
             for one in measured
         ]
