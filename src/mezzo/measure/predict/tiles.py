@@ -10,8 +10,10 @@ idle. Multiprocessors that share their loads need fewer bytes each. Where there 
 its parts are added; or the steps of all tiles are dealt out evenly (stream-K: Osama et al. 2023, arXiv 2301.03598). A library has kernels
 for all of these and chooses well, so the least of their times is taken.
 
-Fused attention works on 128 queries at a time and meets all of their keys. The exponential of each score runs in units of their own, 16 a
-cycle (CUDA's programming guide), between two products: the three do not overlap (Dao 2023, arXiv 2307.08691).
+Fused attention works on 128 queries at a time and meets all of their keys, which it loads. The exponential of each score runs in units of
+their own, 16 a cycle (CUDA's programming guide), between two products: none of these overlap (Dao 2023, arXiv 2307.08691). Under a causal
+mask the last queries meet the most keys. FlashAttention 2 begins with the first queries, so a long block may run alone at the end; its
+backward pass and FlashAttention 3 begin with the longest blocks.
 
 Limits: one tile at a time on a multiprocessor, loads without conflicts, and no rest of a tile that a smaller kernel computes.
 """
@@ -55,7 +57,7 @@ class TiledProducts:
     """Of one multiprocessor."""
     multiprocessors: Array
     sharing: Array
-    """Multiprocessors that share what they load."""
+    """Multiprocessors that share what they load; of an attention, heads that do."""
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> TiledProducts:
         """Return the chosen ones."""

@@ -13,7 +13,12 @@ The formulas follow from first principles, with a few constants (``constants``) 
 - torch's kernels of one element at a time, all but products, move a bounded number of elements in a cycle, whatever their size: in 16 bits
   they do not reach the bandwidth of GPUs with fast memory.
 - A normalisation reads its operands twice. Over a batch it does so channel by channel, except for what stays in the L2 cache between the
-  two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads loads one element at a time.
+  two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads passes over a channel twice, and
+  waits for what it loads: from the L2 cache it comes sooner.
+- torch normalises batches in BF16 with kernels of its own, not with cuDNN's (``ATen/native/Normalization.cpp``). They are slower channel
+  by channel, but their forward pass has only the sums so.
+- Attention in FP32 is memory-efficient attention, which computes each product as three in TF32 where there are matrix units for TF32,
+  whether or not the policy allows it (``OpMultiplyAddFastF32``, xFormers' ``gemm_kernel_utils.h``).
 - Operands and results that fit into a share of the L2 cache are found there.
 - A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
 - Before compute capability 8.0, loads into shared memory are not asynchronous, and 16-bit products wait for them.
@@ -49,11 +54,19 @@ _GROUP_COLUMNS = 16
 _SHARING = {"9.0": 2, "10.0": 4}
 """Multiprocessors that share what they load, by compute capability: a cluster of two on Hopper; on Blackwell a cluster of two pairs,
 each of which computes one tile (NVIDIA's tuning guides)."""
-_TURNED_TF32 = {"9.0": 0.629}
-"""Rate of TF32 products whose operands do not lie along the sum, as in all gradients. Hopper's ``wgmma`` takes TF32 only along the sum (PTX
-ISA), so they run with ``mma``, which reaches 62.9% of the peak (Luo et al. 2024, arXiv 2402.13499)."""
+_MMA = {"9.0": 0.629}
+"""Rate of ``mma`` over the peak, which needs Hopper's ``wgmma`` (Luo et al. 2024, arXiv 2402.13499). TF32 products whose operands do not
+lie along the sum, as in all gradients, run with ``mma``, because ``wgmma`` takes TF32 only along the sum (PTX ISA); so does attention but
+for FlashAttention 3."""
+_TF32_PRODUCTS = 3
+"""Products in TF32 for one in FP32."""
 _L2_LATENCY = 0.55
 """Cycles of a load from the L2 cache over one from memory: 263 and 479 on an H100, 262 and 466 on an A100 (arXiv 2402.13499)."""
+_PASSES = 2
+"""Passes of a normalisation over its channels, forward and backward."""
+_OWN_PASS = 2
+"""Time of such a pass of torch's own kernels over one of cuDNN's. Not from a source: they load one element at a time and divide for each
+(Welford's sums); steps in BF16 on an H100, which are in no fit, suggest the number."""
 _UNALIGNED = 1 / 3
 """Rate of products on matrix units whose rows do not begin at multiples of 16 bytes: a head over an unpadded vocabulary takes three times
 as long (Netflix, Scaling LLM post-training, 2026)."""
@@ -165,20 +178,28 @@ class Card:
     """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
     sharing: Any
     """Multiprocessors that share what they load."""
-    turned_tf32: Any
-    """Rate of TF32 products of gradients, over others'."""
     tf32_flops_per_s: Any
-    turned_all: Any
-    flash_3: Any
-    """Whether attention is FlashAttention 3, as serving libraries have it; torch has FlashAttention 2."""
+    """0 where there are no matrix units for TF32."""
+    mma: Any
+    """Rate of ``mma`` over the peak."""
     own_norms: Any
-    """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16, not with cuDNN's."""
+    """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16."""
+    flash_3: Any
+    """Whether attention is FlashAttention 3, as in serving libraries; torch has FlashAttention 2."""
 
     @classmethod
     def of(
         cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False, bf16: bool = False, flash_3: bool = False
     ) -> Card:
-        """Return the card of ``gpu``, with TF32 allowed or not, algorithms tried or not, and BF16 or FP16 as the 16-bit format."""
+        """Return the card of ``gpu``.
+
+        Args:
+            gpu: the GPU.
+            tf32: whether TF32 is allowed.
+            tries_algorithms: whether cuDNN may try its algorithms.
+            bf16: whether the 16-bit format is BF16, not FP16.
+            flash_3: whether attention is FlashAttention 3.
+        """
         capability = gpu.compute_capability
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
         single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
@@ -198,9 +219,8 @@ class Card:
             tries_algorithms=tries_algorithms,
             waits_for_loads=capability in ("7.0", "7.5"),
             sharing=_SHARING.get(capability, 1),
-            turned_tf32=_TURNED_TF32.get(capability, 1.0) if in_tf32 else 1.0,
             tf32_flops_per_s=gpu.tf32_flops_per_s or 0.0,
-            turned_all=_TURNED_TF32.get(capability, 1.0),
+            mma=_MMA.get(capability, 1.0),
             own_norms=bf16,
             flash_3=flash_3,
         )
@@ -244,11 +264,11 @@ def _traffic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     elements = np.where(ops.flops > 0, np.inf, cycles * c.issue_elements * ops.element_bytes)
     reached = (memory**-_EDGE + elements**-_EDGE) ** (-1 / _EDGE)
     found = moved * (1 - from_l2) / reached + moved * from_l2 / np.maximum(memory, cycles * c.l2_bytes)
-    # a block of threads computes a channel: it waits for the elements that it has loaded before it loads more
-    own = np.equal(card.own_norms, True) & half
-    passes = np.where(own, np.where(ops.norm_gradient, 4.0, 2.0), 2.0)
-    latency = 1 - from_l2 * (1 - _L2_LATENCY)
-    by_channel = passes * latency * ops.columns / (c.block_elements * clock_hz)
+    # the forward pass of torch's own kernels has only the sums channel by channel
+    own_passes = np.where(ops.norm_gradient, _PASSES, 1) * _OWN_PASS
+    passes = np.where(np.equal(card.own_norms, True) & half, own_passes, _PASSES)
+    wait = 1 - from_l2 * (1 - _L2_LATENCY)
+    by_channel = passes * wait * ops.columns / (c.block_elements * clock_hz)
     result: Array = np.maximum(found, np.where((ops.norm_bytes > 0) & channels_first, by_channel, 0.0))
     return result
 
@@ -264,11 +284,11 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     peak = np.where(ops.winograd & np.equal(card.tries_algorithms, True), winograd, peak)
     peak = np.where(half, card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0), peak)
     peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
-    peak = np.where(in_tf32 & ops.gradient, peak * card.turned_tf32, peak)
+    by_mma = np.where(half, ops.attention & ~np.equal(card.flash_3, True), in_tf32 & ops.gradient & ~ops.attention)
     peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
-    peak = np.where(ops.attention & half & ~np.equal(card.flash_3, True), peak * card.turned_all, peak)
-    thrice = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
-    peak = np.where(thrice, card.tf32_flops_per_s * c.tf32 / 3 * card.turned_all, peak)
+    in_three = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
+    peak = np.where(in_three, card.tf32_flops_per_s * c.tf32 / _TF32_PRODUCTS, peak)
+    peak = np.where(by_mma | in_three, peak * card.mma, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
     per_cycle = peak / (card.multiprocessors * card.clock_hz)
     narrow = np.minimum(ops.rows, ops.columns)
@@ -325,7 +345,7 @@ class Constants:
     issue_elements: float = 4.5
     """Elements that one multiprocessor moves in a cycle, at most, outside of products."""
     block_elements: float = 0.7
-    """Elements that one block of threads moves in a cycle: channels-first batch normalisation has one block per channel."""
+    """Elements that one block of threads passes over in a cycle: channels-first batch normalisation has one block per channel."""
     feed_bytes: float = 64.0
     """Bytes that matrix units get from the L2 cache, per cycle and multiprocessor."""
     fill_cycles: float = 3000.0
