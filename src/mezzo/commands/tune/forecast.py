@@ -70,7 +70,7 @@ def forecasts(
         in_time: whether there is time for one more trace.
     """
     found: dict[Configuration, Forecast] = {}
-    notes: list[Note] = [] if gpu is None else [host_of(gpu).note]
+    notes: list[Note] = []
     wanted = [one for one in configurations if predictable(one) and not (gpu and impossible(gpu, one.policy))]
     for settings in dict.fromkeys(one.settings for one in wanted):
         alike = [one for one in wanted if one.settings == settings]
@@ -90,6 +90,8 @@ def forecasts(
         except MezzoError as error:
             why = error.message.partition("\n")[0]
             notes.append(Note(what="not predicted", value=shown, reason=why))
+    if gpu is not None and found:
+        notes.append(host_of(gpu).note)
     return found, notes
 
 
