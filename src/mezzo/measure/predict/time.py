@@ -49,8 +49,6 @@ LATENCY_S = 4e-6
 """From the end of one kernel to the start of the next: the shortest products of the public tables."""
 _NARROW = ("7.0", "7.5", "8.0")
 """Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
-_GROUP_COLUMNS = 16
-"""Channels of a group that a grouped convolution computes together."""
 _SHARING = {"9.0": 2, "10.0": 4}
 """Multiprocessors that share what they load, by compute capability: a cluster of two on Hopper; on Blackwell a cluster of two pairs,
 each of which computes one tile (NVIDIA's tuning guides)."""
@@ -91,7 +89,6 @@ class Columns:
     element_bytes: Array
     """Of an operand."""
     convolution: NDArray[np.bool_]
-    grouped: NDArray[np.bool_]
     depthwise: NDArray[np.bool_]
     winograd: NDArray[np.bool_]
     attention: NDArray[np.bool_]
@@ -138,7 +135,6 @@ class Columns:
             depth=depth,
             element_bytes=np.array(sizes, dtype=np.float64),
             convolution=convolution,
-            grouped=grouped,
             depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)) & own_kernel,
             winograd=convolution & ~grouped & (window == 9),
             attention=flags([op.name.startswith(_ATTENTION) for op in operations]),
@@ -291,11 +287,10 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     peak = np.where(by_mma | in_three, peak * card.mma, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
     per_cycle = peak / (card.multiprocessors * card.clock_hz)
-    narrow = np.minimum(ops.rows, ops.columns)
     tiled = TiledProducts(
         products=ops.products,
         rows=np.maximum(ops.rows, ops.columns),
-        columns=np.where(ops.grouped, np.ceil(narrow / _GROUP_COLUMNS) * _GROUP_COLUMNS, narrow),
+        columns=np.minimum(ops.rows, ops.columns),
         depth=ops.depth,
         element_bytes=ops.element_bytes,
         flops_per_cycle=per_cycle,
