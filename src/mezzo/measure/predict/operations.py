@@ -113,9 +113,9 @@ def _num_kernels(args: Sequence[Any], result: Any) -> int:
     lists = [
         part for part in (*args, result) if isinstance(part, (list, tuple)) and part and isinstance(part[0], Tensor)
     ]
-    chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
+    chunks = sum(math.ceil(tensor.numel() / _CHUNK) for tensor in lists[0])
     most = _TENSORS[min(len(lists), len(_TENSORS)) - 1]
-    return max(-(-len(lists[0]) // most), -(-chunks // _CHUNKS))
+    return max(math.ceil(len(lists[0]) / most), math.ceil(chunks / _CHUNKS))
 
 
 def _is_channels_last(args: Sequence[Any], places: Sequence[int]) -> bool:
