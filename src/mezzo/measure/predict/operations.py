@@ -110,7 +110,7 @@ def operations_of(
 
 def _num_kernels(args: Sequence[Any], result: Any) -> int:
     """Return how many kernels compute an operation on lists of tensors: each takes so many tensors, and so many chunks of them."""
-    lists = [
+    lists: list[Sequence[Tensor]] = [
         part for part in (*args, result) if isinstance(part, (list, tuple)) and part and isinstance(part[0], Tensor)
     ]
     chunks = sum(math.ceil(tensor.numel() / _CHUNK) for tensor in lists[0])

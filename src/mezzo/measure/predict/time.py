@@ -8,7 +8,7 @@ The formulas follow from first principles, with a few constants (``constants``) 
 - The arithmetic of products, convolutions and attention is in ``tiles``. Its unit is the matrix unit of the operands' format. FP32 runs
   in TF32 where the policy allows it. Depthwise convolutions do not use matrix units.
 - In FP32, a convolution of 3 x 3 multiplies less where cuDNN may try its algorithms (``torch.backends.cudnn.benchmark``): Winograd's then
-  wins. Without trials, which is torch's default, the heuristics of cuDNN 9 take products; those of cuDNN 8 often guessed Winograd's.
+  wins. Without trials, which is torch's default, cuDNN 9's heuristics take products; cuDNN 8's often guessed Winograd's.
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
 - torch's kernels of one element at a time, all but products, move a bounded number of elements in a cycle, whatever their size: in 16 bits
   they do not reach the bandwidth of GPUs with fast memory.
