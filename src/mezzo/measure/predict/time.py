@@ -59,7 +59,7 @@ for FlashAttention 3."""
 _TF32_PRODUCTS = 3
 """Products in TF32 for one in FP32."""
 _L2_LATENCY = 0.55
-"""Cycles of a load from the L2 cache over one from memory: 263 and 479 on an H100, 262 and 466 on an A100 (arXiv 2402.13499)."""
+"""Cycles of a load from the L2 cache over one from memory: about 260 and 470 on an A100 and an H100 (arXiv 2402.13499)."""
 _PASSES = 2
 """Passes of a normalisation over its channels, forward and backward."""
 _OWN_PASS = 2
