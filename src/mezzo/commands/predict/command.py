@@ -176,7 +176,7 @@ def predict(
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
     notes = [
-        _host_note(driver),
+        driver.note,
         *rates_used(predictions),
         *assumptions(channels_last, traced, job, only_options=target is None),
     ]
@@ -255,12 +255,6 @@ def _host(text: str) -> Host:
             hint=f"type: {with_value('--host', 'here')}",
         )
     return Host(operation_s=microseconds * 1e-6, source="requested by --host")
-
-
-def _host_note(host: Host) -> Note:
-    from mezzo.records import Note
-
-    return Note(what="host", value=f"{host.operation_s * 1e6:.3g} us for each operation", reason=host.source)
 
 
 def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: float | None) -> Prediction:

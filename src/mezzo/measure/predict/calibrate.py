@@ -91,11 +91,15 @@ def saved_calibration(device: str) -> Calibration | None:
 
 def calibration_of(gpu: Gpu) -> Calibration | None:
     """Return the saved calibration of this machine's GPU if that is a ``gpu``."""
+    return saved_calibration(device_name("cuda")) if is_here(gpu) else None
+
+
+def is_here(gpu: Gpu) -> bool:
+    """Return whether this machine has a GPU of the kind ``gpu``."""
     if not torch.cuda.is_available():
-        return None
-    name = device_name("cuda")
-    found = find_gpu(name)
-    return saved_calibration(name) if found is not None and found.name == gpu.name else None
+        return False
+    found = find_gpu(device_name("cuda"))
+    return found is not None and found.name == gpu.name
 
 
 def rates_used(predictions: Sequence[Prediction]) -> list[Note]:

@@ -86,7 +86,8 @@ class PredictedStep:
         self.communication_s = job.communication_s(tape, gpu)
         self.tape = job.tape_of_rank(tape)
         ops, constants = Columns.of(self.tape.operations), fitted().constants
-        card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms)
+        half = "bf16" if policy == FP8 else policy.split("-")[0]  # FP8 leaves the other operations in BF16
+        card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms, bf16=half == "bf16")
         found = operation_bounds(ops, card, constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
         rates = conditions.rates(policy)

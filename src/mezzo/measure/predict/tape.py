@@ -39,8 +39,8 @@ class ProductSize(NamedTuple):
     """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
 
     A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. An attention is its products of
-    queries and keys; the columns are the keys that a query meets on average. A normalisation has a row for each channel, a column for each
-    element of a channel, and no depth. All zeros for other operations.
+    queries and keys; the columns are the keys that a query meets on average, and ``window`` the heads that share their keys, if any do.
+    A normalisation has a row for each channel, a column for each element of a channel, and no depth. All zeros for other operations.
     """
 
     products: int = 0
