@@ -60,7 +60,7 @@ def score_decoder(model: nn.Module) -> None:
     mezzo.compare_point("logprobs", torch.cat(one_by_one, 1).float().log_softmax(-1))
 
 
-def main(name: str) -> None:
+def score(name: str) -> None:
     torch.manual_seed(0)
     if name in ("gpt2", "llama"):
         score_decoder(decoder(name).eval())
@@ -80,4 +80,4 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        main(sys.argv[1])
+        score(sys.argv[1])

@@ -21,13 +21,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_by
 from mezzo.engine.processes.shards import local
+from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.compare_points import listen
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, TracingObserver
+from mezzo.observe.replay import at_least
 from mezzo.observe.settings import StopScript, ValuesSettings
 from mezzo.observe.source_lines import running_line
-from mezzo.observe.values.fingerprints import dense, flat_fp64
+from mezzo.observe.values.fingerprints import dense
 from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
 from mezzo.observe.values.tracer import ValuesTracer, optimizer_settings
 from mezzo.records import RunRecord
@@ -228,7 +230,7 @@ class RecordedValues(TracingObserver):
     ) -> None:
         assert self._tracer is not None
         new = local(parameter.detach())
-        change = (flat_fp64(new) - flat_fp64(old)).reshape(new.shape)
+        change = at_least(new, FP32.dtype) - at_least(old, FP32.dtype)  # exact for numbers within a factor of two
         self._tracer.note(
             "update",
             op=type(optimizer).__name__,

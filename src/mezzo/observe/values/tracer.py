@@ -76,20 +76,20 @@ class ValuesTracer(PlacingTracer):
         self,
         formats: OperandFormats,
         *,
-        device_type: str,
-        flags: TracerFlags,
         in_fp64: bool,
         mirrored: bool,
+        device_type: str,
+        flags: TracerFlags,
         problems: dict[str, str],
     ) -> None:
         """Create a tracer.
 
         Args:
             formats: returns the format that an operation computes in.
-            device_type: torch's device type.
-            flags: whether activation checkpointing is recomputing.
             in_fp64: whether each operation is computed again in FP64, for the error of its result.
             mirrored: whether results get the opposite error at random elements.
+            device_type: torch's type of the device that the script trains on.
+            flags: says whether activation checkpointing is recomputing.
             problems: takes the operations that could not be inspected, and why.
         """
         super().__init__(formats, device_type=device_type, flags=flags, problems=problems)
