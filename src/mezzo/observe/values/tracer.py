@@ -246,23 +246,23 @@ class ValuesTracer(PlacingTracer):
         func = passed.func
         if func.namespace in COLLECTIVE_NAMESPACES:
             wait_for_exchange(func, result)
-        results = [t for t in outputs(func, passed.args, passed.kwargs, result) if readable(t)]
-        if func.overloadpacket.__name__.startswith("nll_loss"):  # the second one is the sum of the weights
-            results = results[:1]
+        made = [t for t in outputs(func, passed.args, passed.kwargs, result) if readable(t)]
+        results = _shown(func, made)
         if not results:
             return
         is_cast = func.overloadpacket.__name__ in CAST_NAMES
         inside = self._emulated()
         error = None
         if self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES:
-            error = self._compare(passed, results)
+            error = self._compare(passed, made)
         if is_cast and inside is not None and self._rounds_product(passed, inside, results[0], error):
             return
         event, place = self._event(passed, results, is_cast=is_cast), passed.place
         count = FLOP_COUNTS.get(func.overloadpacket)
         if count is not None:
             event = replace(event, flops=int(count(result, *passed.args)))
-        number = self._add(event, place.module, [*results, *self._written_silently(passed)])
+        hidden = [t for t in made if all(t is not one for one in results)]
+        number = self._add(event, place.module, [*results, *hidden, *self._written_silently(passed)])
         if error is not None:
             self._errors[number] = error
         if inside is not None and count is not None:
@@ -347,6 +347,14 @@ class ValuesTracer(PlacingTracer):
         chosen = torch.rand(result.shape, generator=generator, device=result.device) < 0.5
         opposite = (2 * exact - result.double()).to(result.dtype)
         result.copy_(torch.where(chosen & opposite.isfinite(), opposite, result))
+
+
+def _shown(func: Any, results: list[Tensor]) -> list[Tensor]:
+    """Return the results that a script could see: no workspace, whose unused bytes are whatever lay in memory."""
+    if func.overloadpacket.__name__.startswith("nll_loss"):  # the second one is the sum of the weights
+        return results[:1]
+    computes = any(t.is_floating_point() for t in results)
+    return [t for t in results if not computes or t.dtype is not torch.uint8]
 
 
 def _is_part(tensor: Tensor) -> bool:
