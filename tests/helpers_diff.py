@@ -33,7 +33,9 @@ def values_of(text: str, *, policy: str | None = "fp32", name: str = "train", **
     linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
     chosen = None if policy is None else Policy.parse(policy)
     observe = TWO_STEPS.model_copy(update=settings)
-    trained, run, error = _trained(lambda: exec(code, {"__name__": "__main__"}), chosen, observe, [], catches=(Exception,))
+    trained, run, error = _trained(
+        lambda: exec(code, {"__name__": "__main__"}), chosen, observe, [], catches=(Exception,)
+    )
     if error is not None:
         raise error
     assert isinstance(trained.observer, Values)

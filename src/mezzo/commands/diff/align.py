@@ -1,8 +1,8 @@
 """Align the events of two runs: weights, gradients and compare points by name, operations by their order. Pure.
 
 Operations are aligned step by step, forward and backward apart, as lines of text are: first those with the same name, module and shapes,
-then, in the gaps, those with the same name and shapes in modules of other names. What has no counterpart stays alone: a fused operation
-and its parts are such a gap, and the values behind it show whether they agree.
+then, in the gaps, those with the same name and shapes in modules of other names. The last operations of what is left of a gap are each other's if
+they could be: a fused operation is the last of its parts. What has no counterpart stays alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import TypeAlias
 
-from mezzo.observe.values.log import Event, Kind, ValuesLog
+from mezzo.observe.values.log import Event, Kind, ValuesLog, rows_of
 
 Pairs: TypeAlias = dict[int, int]
 """Events of the first run, each with the event of the second."""
@@ -129,8 +129,28 @@ def _in_order(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: Valu
 
 
 def _in_gap(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    gap: tuple[int, int] = (0, 0)
     for i, j, size in _matches([_function(a.events[n]) for n in first], [_function(b.events[n]) for n in second]):
+        yield from _ends(first[gap[0] : i], second[gap[1] : j], a, b)
         yield from zip(first[i : i + size], second[j : j + size], strict=True)
+        gap = i + size, j + size
+
+
+def _ends(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    """Pair the last operations of a gap, if one could replace the other: the values behind the gap are computed from them."""
+    one, other = (
+        next((n for n in reversed(numbers) if log.events[n].op not in REARRANGES), None)
+        for numbers, log in ((first, a), (second, b))
+    )
+    if one is not None and other is not None and _replaces(a.events[one], b.events[other]):
+        yield one, other
+
+
+def _replaces(one: Event, other: Event) -> bool:
+    """Return whether two operations of one module have results of one shape; a backward pass has several, in any order."""
+    several = one.phase == "backward" and max(len(one.outputs), len(other.outputs)) > 1
+    shapes = [(event.module, rows_of(event.outputs[0].shape), event.kind) for event in (one, other)]
+    return not several and shapes[0] == shapes[1] and one.kind == "operation"
 
 
 def _matches(first: list[Hashable], second: list[Hashable]) -> Iterator[tuple[int, int, int]]:
@@ -149,8 +169,8 @@ def family(op: str) -> str:
 
 
 def _function(event: Event) -> Hashable:
-    shapes = tuple(sorted(output.shape for output in event.outputs if output.shape))
-    return family(event.op), shapes, event.kind == "cast" and event.outputs[0].format
+    """Return what operations have in common that compute the same: its name, its result's shape, and the length of its sums."""
+    return family(event.op), event.outputs[0].shape, event.flops, event.kind == "cast" and event.outputs[0].format
 
 
 def _place(event: Event) -> Hashable:
@@ -163,9 +183,7 @@ def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
     taken: set[int] = set()
     for n, other in pairs.items():
         reads, others = a.events[n].reads, b.events[other].reads
-        if len(reads) != len(others):
-            continue
-        for one, two in zip(reads, others, strict=True):
+        for one, two in zip(reads, others, strict=False):
             left, right = a.events[one.event], b.events[two.event]
             leaves = left.kind == right.kind and left.kind in ("data", "constant")
             if leaves and left.outputs == right.outputs and one.event not in found and two.event not in taken:

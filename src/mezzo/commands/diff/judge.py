@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mezzo.commands.diff.align import REARRANGES, Pairs, aligned
+from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, family
 from mezzo.observe.values.log import LEAVES, OUTCOMES, Event, Floats, Read, ValuesLog, distances, rounding
 
 TIMES = 16.0
@@ -99,7 +99,7 @@ def judge(
         noise = moved.get(other if control_of_b else n, np.zeros(1))
         reads = b.events[other].reads if control_of_b else a.events[n].reads
         before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
-        least = rounding(a, n) if same_formats else np.maximum(rounding(a, n), rounding(b, other))
+        least = rounding(a, n) if same_formats else np.maximum(rounding(a, n), _fitting(rounding(b, other), apart))
         if control is None:
             noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
             allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
@@ -118,7 +118,7 @@ def judge(
         )
     found.first = next(((n, m) for n, m in pairs.items() if found.distance[n] and a.events[n].kind not in LEAVES), None)
     beyond = _lasting(a, {n for n in pairs if found.distance[n] > found.allowed[n]}, pairs)
-    found.beginnings = _grouped(a, _beginnings(a, b, found, beyond, same_formats=same_formats))
+    found.beginnings = _grouped(a, b, _beginnings(a, b, found, beyond, same_formats=same_formats))
     return found
 
 
@@ -156,8 +156,11 @@ def _one(apart: Floats | None, output: int) -> float:
 
 
 def _fitting(noise: Floats | None, apart: Floats) -> Floats:
-    """Return the noise of each result; of other results, that there is none."""
-    return noise if noise is not None and len(noise) == len(apart) else np.zeros(len(apart))
+    """Return the noise of each result; of further ones, that there is none."""
+    found = np.zeros(len(apart))
+    if noise is not None:
+        found[: len(noise)] = noise[: len(apart)]
+    return found
 
 
 def _begun(log: ValuesLog, marked: set[int]) -> list[int]:
@@ -208,7 +211,7 @@ def _beginnings(
         if n not in beyond:
             continue
         tainted.add(n)
-        formats = a.events[n].outputs[0].format, b.events[other].outputs[0].format
+        formats = event.outputs[0].format, b.events[other].outputs[0].format
         yield Beginning(
             a=n,
             b=other,
@@ -216,21 +219,22 @@ def _beginnings(
             allowed=found.allowed[n],
             only_a=tuple(m for m in sorted(only_a) if _counts(a.events[m], casts=same_formats)),
             only_b=tuple(m for m in sorted(only_b) if _counts(b.events[m], casts=same_formats)),
-            settings=_settings(a.events[n], b.events[other]),
+            settings=_settings(event, b.events[other]),
             formats=formats if same_formats and formats[0] != formats[1] else None,
             parts=_parts(a.events[n].reads, b.events[other].reads, found.pairs),
         )
 
 
-def _grouped(a: ValuesLog, beginnings: Iterable[Beginning]) -> list[Beginning]:
-    """Join the beginnings that are one: an optimizer's updates with the same settings, weights that differ from the start."""
+def _grouped(a: ValuesLog, b: ValuesLog, beginnings: Iterable[Beginning]) -> list[Beginning]:
+    """Join the beginnings that are one: updates with the same settings, gradients that one function changed, a line in every step."""
     found: dict[object, list[Beginning]] = {}
     for one in beginnings:
         event = a.events[one.a]
-        whole = (
-            (event.kind, event.step, event.op, one.settings) if event.kind in ("update", "weight", "buffer") else one.a
-        )
-        found.setdefault(whole, []).append(one)
+        whole: object = event.phase, event.module, event.line
+        if event.kind in ("gradient", "update", "weight", "buffer"):
+            alone = (frozenset(log.events[n].op for n in only) for log, only in ((a, one.only_a), (b, one.only_b)))
+            whole = event.step, *alone
+        found.setdefault((event.kind, event.op, one.settings, whole), []).append(one)
     return [replace(group[0], others=tuple(one.a for one in group[1:])) for group in found.values()]
 
 
@@ -252,11 +256,11 @@ def _ancestors(log: ValuesLog, event: int, paired: Pairs) -> tuple[set[int], set
 def _counts(event: Event, *, casts: bool) -> bool:
     """Return whether an operation without a counterpart may change values."""
     computes = event.kind == "operation" and event.op not in REARRANGES
-    return computes or (casts and event.kind == "cast") or event.kind in LEAVES
+    return computes or (casts and event.kind == "cast") or event.kind in (*LEAVES, "update")
 
 
 def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
-    if one.settings == other.settings:
+    if one.settings == other.settings or (one.kind == "operation" and family(one.op) != family(other.op)):
         return ()
     if len(one.settings) == len(other.settings):
         return tuple((x, y) for x, y in zip(one.settings, other.settings, strict=True) if x != y)

@@ -110,7 +110,8 @@ def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
             if outputs[place].shape[:1] == outputs[0].shape[:1] and outputs[0].shape:
                 shape = outputs[place].shape
                 outputs[place] = replace(outputs[place], shape=(len(logs) * shape[0], *shape[1:]))
-        events.append(replace(event, outputs=tuple(outputs)))
+        flops = event.flops if same.all() else sum(log.events[n].flops for log in logs)
+        events.append(replace(event, outputs=tuple(outputs), flops=flops))
     return ValuesLog(events, hashes, numbers, lead.points, lead.environment)
 
 

@@ -247,7 +247,7 @@ class ValuesTracer(PlacingTracer):
         if func.namespace in COLLECTIVE_NAMESPACES:
             wait_for_exchange(func, result)
         made = [t for t in outputs(func, passed.args, passed.kwargs, result) if readable(t)]
-        results = _shown(func, made)
+        results = [*_shown(func, made), *self._written_silently(passed)]
         if not results:
             return
         is_cast = func.overloadpacket.__name__ in CAST_NAMES
@@ -262,7 +262,7 @@ class ValuesTracer(PlacingTracer):
         if count is not None:
             event = replace(event, flops=int(count(result, *passed.args)))
         hidden = [t for t in made if all(t is not one for one in results)]
-        number = self._add(event, place.module, [*results, *hidden, *self._written_silently(passed)])
+        number = self._add(event, place.module, [*results, *hidden])
         if error is not None:
             self._errors[number] = error
         if inside is not None and count is not None:
@@ -281,7 +281,7 @@ class ValuesTracer(PlacingTracer):
             place.op,
             "",
             place.line,
-            tuple(_settings((*passed.args, *passed.kwargs.items()))),
+            (*_settings(passed.args), *(f"{k}={text}" for k, v in passed.kwargs.items() for text in _settings((v,)))),
             (*passed.reads, *(read for read in previous if all(r.event != read.event for r in passed.reads))),
             described,
             row,
@@ -296,7 +296,8 @@ class ValuesTracer(PlacingTracer):
 
     def _written_silently(self, passed: _Passed) -> list[Tensor]:
         """Return the running statistics that an operation changes without declaring it."""
-        if "batch_norm" not in passed.func.overloadpacket.__name__ or passed.place.backward:
+        trains = any(value is True for value in passed.args)
+        if "batch_norm" not in passed.func.overloadpacket.__name__ or passed.place.backward or not trains:
             return []
         weights = [t for t in flat_tensors(passed.args) if self._state.get(t) is not None]
         return [t for t in weights if not isinstance(self._state.get(t), nn.Parameter)]
