@@ -48,27 +48,25 @@ def text_of(script: str) -> str:
 
 
 @functools.cache
-def unedited(script: str) -> tuple[ValuesLog, ValuesLog, ValuesLog]:
+def unedited(script: str, steps: int = 2) -> tuple[ValuesLog, ValuesLog, ValuesLog]:
     """Return the values of a script, those of its repetition, and those of its control."""
-    text = text_of(script)
-    return values_of(text), values_of(text), values_of(text, mirrored=True)
+    run = functools.partial(values_of, text_of(script), steps=tuple(range(1, steps + 1)))
+    return run(), run(), run(mirrored=True)
 
 
-def edited(edit: Edit) -> ValuesLog:
-    """Return the values of a script after a change of its text. A comment in place of the old text is replaced, and its indent kept."""
+def edited(edit: Edit, steps: int = 2) -> ValuesLog:
+    """Return the values of a script after a change of its text; a comment that is replaced keeps its indent."""
     text = text_of(edit.script)
     assert text.count(edit.old) == 1, edit
-    if edit.old.startswith("# "):
-        line = next(line for line in text.splitlines() if line.strip() == edit.old)
-        indent = line[: len(line) - len(line.lstrip())]
-        return values_of(text.replace(line, "\n".join(indent + one for one in edit.new.splitlines())))
-    return values_of(text.replace(edit.old, edit.new))
+    before = text.partition(edit.old)[0].rpartition("\n")[2]
+    indent = before if not before.strip() else ""
+    return values_of(text.replace(edit.old, edit.new.replace("\n", f"\n{indent}")), steps=tuple(range(1, steps + 1)))
 
 
-def judged(edit: Edit) -> tuple[ValuesLog, ValuesLog, Judged]:
+def judged(edit: Edit, steps: int = 2) -> tuple[ValuesLog, ValuesLog, Judged]:
     """Return the values of a script and of the edited one, and how they differ."""
-    a, again, control = unedited(edit.script)
-    b = edited(edit)
+    a, again, control = unedited(edit.script, steps)
+    b = edited(edit, steps)
     return a, b, judge(a, b, again=again, control=control)
 
 

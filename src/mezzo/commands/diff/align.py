@@ -1,8 +1,8 @@
 """Align the events of two runs: weights, gradients and compare points by name, operations by their order. Pure.
 
 Operations are aligned step by step, forward and backward apart, as lines of text are: first those with the same name, module and shapes,
-then, in the gaps, those with the same name and shapes in modules of other names. The last operations of what is left of a gap are each other's if
-they could be: a fused operation is the last of its parts. What has no counterpart stays alone.
+then, in the gaps, those with the same name and shapes in modules of other names. Of what is left of a gap, the last operations are a pair
+if one could replace the other: so a fused operation is paired with the last of its parts. What has no counterpart stays alone.
 """
 
 from __future__ import annotations

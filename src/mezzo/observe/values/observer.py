@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,21 +181,20 @@ class Values(Observer):
         tracer = self._tracer
         if tracer is None or self._observing is None:
             return
+        names = self._names()
         for parameter in trained_by([optimizer]):
             gradient = parameter.grad
             if gradient is None or parameter in self._before:
                 continue
             self._before[parameter] = local(parameter.detach()).clone()
-            tracer.attempt(
-                lambda p=parameter, g=gradient: self._note_gradient(p, g)  # type: ignore[misc]
-            )
+            tracer.attempt(partial(self._note_gradient, names.parameter(parameter), gradient))
 
-    def _note_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
         assert self._tracer is not None
         self._tracer.note(
             "gradient",
             op="gradient",
-            name=self._names().parameter(parameter),
+            name=name,
             phase="backward",
             reads=[gradient],
             results=[(gradient, None)],
@@ -207,14 +207,12 @@ class Values(Observer):
         tracer = self._tracer
         before, self._before = self._before, WeakTensorKeyDictionary()
         if tracer is not None and self._observing is not None and isinstance(optimizer, torch.optim.Optimizer):
+            op, names = type(optimizer).__name__, self._names()
             for group in optimizer.param_groups:
                 settings = optimizer_settings(group)
-                for parameter in group["params"]:
-                    if parameter in before:
-                        old = before[parameter]
-                        tracer.attempt(
-                            lambda p=parameter, o=old, s=settings: self._note_update(optimizer, p, o, s)  # type: ignore[misc]
-                        )
+                for parameter in (p for p in group["params"] if p in before):
+                    update = partial(self._note_update, parameter, before[parameter])
+                    tracer.attempt(partial(update, op=op, name=names.parameter(parameter), settings=settings))
             tracer.has_gradients = False
             self._note_buffers(tracer)
         super().updated(optimizer)
@@ -232,16 +230,14 @@ class Values(Observer):
                             )
                         )
 
-    def _note_update(
-        self, optimizer: torch.optim.Optimizer, parameter: Tensor, old: Tensor, settings: tuple[str, ...]
-    ) -> None:
+    def _note_update(self, parameter: Tensor, old: Tensor, *, op: str, name: str, settings: tuple[str, ...]) -> None:
         assert self._tracer is not None
         new = local(parameter.detach())
         change = (flat_fp64(new) - flat_fp64(old)).reshape(new.shape)
         self._tracer.note(
             "update",
-            op=type(optimizer).__name__,
-            name=self._names().parameter(parameter),
+            op=op,
+            name=name,
             phase="update",
             settings=settings,
             reads=[parameter, *([parameter.grad] if parameter.grad is not None else [])],
