@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +147,7 @@ class ValuesLog:
             RecordError: there is none, or another version of Mezzo wrote it.
         """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 meta = json.loads(stored["meta"].tobytes())
                 points = {name: stored[f"point_{n}"] for n, name in enumerate(meta["points"])}
                 hashes, numbers = stored["hashes"], stored["numbers"]
@@ -154,7 +156,7 @@ class ValuesLog:
                 f"there are no fingerprints at {path}",
                 hint="type: mezzo run --fingerprints train.py",
             ) from None
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
             raise RecordError(f"{path} is not a file of fingerprints: {error}", hint="record them again") from None
         if meta["version"] != _VERSION:
             raise RecordError(
@@ -196,9 +198,9 @@ def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
     return apart
 
 
-def rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return a shape with all dimensions but the last in one: a batched product has them so, or apart."""
-    return (math.prod(shape[:-1]), *shape[-1:])
+    return math.prod(shape[:-1]), math.prod(shape[-1:])
 
 
 def _relative(first: Floats, second: Floats) -> Floats:
