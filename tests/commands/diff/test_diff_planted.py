@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
-from helpers_diff import Edit, judged, place, unedited
+from helpers_diff import Edit, edited, judged, place, unedited
+from mezzo.commands.diff.judge import judge
 
 MIX = "attention = model.blocks[5].attention\nattention.mix = lambda q, k, v: "
 SDPA = "F.scaled_dot_product_attention"
@@ -375,3 +377,14 @@ def test_a_difference_is_found_where_it_begins(edit: Edit, at: str, only: str) -
 def test_there_are_many_and_the_models_are_not_small() -> None:
     assert len(CASES) >= 40
     assert min(len({event.module for event in unedited(name)[0].events}) for name in ("decoder", "images")) > 100
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "decoder" not in str(case.id)], ids=lambda case: case.id)
+def test_two_records_show_it_too(case: ParameterSet) -> None:
+    """Without a control, the growth in one operation decides."""
+    edit, at, _ = case.values
+    assert isinstance(edit, Edit)
+    steps = int(str(at)[-1])
+    b = edited(edit, steps)
+    found = judge(unedited(edit.script, steps)[0], b)
+    assert place(b.events[found.beginnings[0].b]).endswith(str(at).removeprefix("*"))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from helpers_diff import Edit, judged, place, unedited, values_of
+from helpers_diff import Edit, judged, place, text_of, unedited, values_of
 from mezzo.commands.diff.judge import JUMP, TIMES, bits_kept, judge
 from mezzo.observe.values.log import BUCKETS, NUMBERS, ROUNDING, SKETCH, SQUARES, Event, Kind, Output, Read, ValuesLog
 
@@ -103,20 +103,44 @@ def test_a_second_planted_difference_behind_a_first_one_is_no_beginning() -> Non
     assert begun(BASE, chain(1.0, 2.0, 5.0, 9.0), BASE) == [1]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("update", (0, 3)), ("weight", (0, 3)), ("loss", (0, 0, 0, 0))])
-def test_beginnings_that_are_one(kind: Kind, expected: tuple[int, ...]) -> None:
-    a, b = ([Made(value, (), kind, "SGD", (f"lr={value}",), module=f"m{n}") for n in range(4)] for value in (1.0, 2.0))
-    found = judge(log_of(*a), log_of(*b), control=log_of(*a)).beginnings
-    if kind == "weight":  # a weight is no outcome: what reads it is
-        assert found == []
-        return
-    assert tuple(len(one.others) for one in found) == expected[1:] if kind == "update" else expected
-    assert found[0].settings == (("lr=1.0", "lr=2.0"),)
+def test_updates_with_one_setting_are_one_beginning() -> None:
+    a, b = (
+        [Made(value, (), "update", "SGD", (f"lr={value}",), module=f"m{n}") for n in range(4)] for value in (1.0, 2.0)
+    )
+    (one,) = judge(log_of(*a), log_of(*b), control=log_of(*a)).beginnings
+    assert (one.a, one.others, one.settings) == (0, (1, 2, 3), (("lr=1.0", "lr=2.0"),))
+
+
+def test_losses_are_beginnings_of_their_own() -> None:
+    a, b = ([Made(value, (), "loss", "loss", module=f"m{n}") for n in range(3)] for value in (1.0, 2.0))
+    assert begun(a, b, a) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("fused", []), ("lr", [2])])
+def test_an_update_by_another_kernel_follows_its_gradient(setting: str, expected: list[int]) -> None:
+    """Adam's first update is a sign, so that one small gradient moves it far; another learning rate is another update."""
+    a, b = (
+        [
+            Made(1.0),
+            Made(1.0 + far, (0,), "gradient"),
+            Made(1.0 + 1e6 * far, (1,), "update", "Adam", (f"{setting}={far}",)),
+        ]
+        for far in (0.0, 1e-7)
+    )
+    assert begun(a, b, None, unit=2.0**-24) == expected
+
+
+def test_a_sum_that_cancels_moves_by_as_much_as_its_terms() -> None:
+    a, b = (
+        [Made(1e6), Made(1e6 + moved), Made(1e-3 + moved, (1,)), Made(1e-3 + moved, (2,), "loss")]
+        for moved in (0.0, 1.0)
+    )
+    assert begun(a, b, None, unit=2.0**-24) == []
 
 
 def test_what_only_one_run_has() -> None:
     a = [Made(1.0, kind="data"), Made(1.0, (0,), "loss")]
-    b = [Made(1.0, kind="data"), Made(2.0, (0,), op="mul"), Made(2.0, (1,), op="view"), Made(2.0, (2,), "loss")]
+    b = [a[0], Made(2.0, (0,), op="mul"), Made(2.0, (1,), op="view"), Made(2.0, (2,), "loss")]
     first, second = log_of(*a), log_of(*b)
     (one,) = judge(first, second, control=first).beginnings
     assert (one.a, one.b, one.only_a, one.only_b) == (1, 3, (), (1,))  # a view changes no value
@@ -129,7 +153,7 @@ def test_a_run_that_does_not_repeat_itself() -> None:
 
 
 def test_steps_of_one_line_are_one_beginning() -> None:
-    a, b, found = judged(
+    _, b, found = judged(
         Edit("", "masks", "# model", 'model.larger = lambda x: F.interpolate(x, scale_factor=2, mode="nearest")')
     )
     assert [place(b.events[one.b]) for one in found.beginnings] == ["interpolate Masks forward 1"]
@@ -144,15 +168,11 @@ def test_a_function_on_all_gradients_is_one_beginning() -> None:
 
 
 def test_the_formats_of_a_policy_are_no_difference_of_their_own() -> None:
-    a, again, _ = unedited("masks", 1)
-    text_b = "masks"
-    from helpers_diff import text_of
-
-    b, control = (
-        values_of(text_of(text_b), policy="bf16", steps=(1,), mirrored=mirrored) for mirrored in (False, True)
-    )
+    a, again, control_of_a = unedited("masks", 1)
+    text = text_of("masks")
+    b, control = (values_of(text, policy="bf16", steps=(1,), mirrored=mirrored) for mirrored in (False, True))
     meant = judge(a, b, again=again, control=control, control_of_b=True, same_formats=False)
-    planted = judge(a, b, again=again, control=unedited("masks", 1)[2])
+    planted = judge(a, b, again=again, control=control_of_a)
     assert meant.beginnings == []
     assert place(b.events[planted.beginnings[0].b]) == "conv2d down1.0 forward 1"
     assert planted.beginnings[0].formats == ("fp32", "bf16")

@@ -178,7 +178,7 @@ def _place(event: Event) -> Hashable:
 
 
 def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
-    """Pair data and constants that paired operations read at the same place."""
+    """Pair data and constants that paired operations read at the same place, and others with the same bits."""
     found: Pairs = {}
     taken: set[int] = set()
     for n, other in pairs.items():
@@ -189,4 +189,11 @@ def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
             if leaves and left.outputs == right.outputs and one.event not in found and two.event not in taken:
                 found[one.event] = two.event
                 taken.add(two.event)
-    return found
+    left, right = ([n for n, e in enumerate(log.events) if e.kind in ("data", "constant")] for log in (a, b))
+    rest = _numbered(
+        [n for n in left if n not in found], a, lambda e: (e.kind, e.step, e.outputs, int(a.hashes[e.row]))
+    )
+    same = _numbered(
+        [n for n in right if n not in taken], b, lambda e: (e.kind, e.step, e.outputs, int(b.hashes[e.row]))
+    )
+    return found | {n: same[key] for key, n in rest.items() if key in same}

@@ -3,24 +3,39 @@
 How far rounding alone carries a value is measured, not assumed: a *control* run of one side has every rounding error mirrored at random
 (``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's, or
 that of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors is one.
-Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation.
+Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation, and
+leads to an outcome that is ``JUMP`` roundings apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, family
-from mezzo.observe.values.log import LEAVES, OUTCOMES, Event, Floats, Read, ValuesLog, distances, rounding
+from mezzo.observe.values.log import (
+    LEAVES,
+    OUTCOMES,
+    SQUARES,
+    Event,
+    Floats,
+    Kind,
+    Read,
+    ValuesLog,
+    distances,
+    rounding,
+)
 
 TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
 """The growth of a distance in one operation that rounding hardly explains."""
+
+_KERNELS = ("foreach=", "fused=", "capturable=", "differentiable=")
+_COPIES: tuple[Kind, ...] = ("cast", "loss", "gradient", "state", "point")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +109,18 @@ def judge(
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
     pooled = _of_updates(a, b, pairs, moved, of_b=control_of_b)
+    own_a, own_b, far, results = _roundings(a), _roundings(b), set[int](), dict[int, Floats]()
     for n, other in pairs.items():
-        apart = distances(a, b, n, other)
+        apart = results[n] = distances(a, b, n, other)
         noise = moved.get(other if control_of_b else n, np.zeros(1))
         reads = b.events[other].reads if control_of_b else a.events[n].reads
         before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
-        least = rounding(a, n) if same_formats else np.maximum(rounding(a, n), _fitting(rounding(b, other), apart))
+        least = own_a[n] if same_formats else np.maximum(own_a[n], _fitting(own_b[other], apart))
         if control is None:
-            noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
-            allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
+            formats = np.maximum(JUMP * least, TIMES * _fitting(repeats.get(n), apart))
+            allowed = np.maximum(formats, JUMP * _carried(a, n, results))
+            if bool((apart > formats).any()):
+                far.add(n)
             if _follows(a.events[n], b.events[other], found):
                 allowed = np.full(len(apart), np.inf)  # the sign of a small gradient decides: nothing measured it
         else:
@@ -117,7 +135,8 @@ def judge(
             float(allowed[worst] if len(allowed) > 1 else allowed[0]),
         )
     found.first = next(((n, m) for n, m in pairs.items() if found.distance[n] and a.events[n].kind not in LEAVES), None)
-    beyond = _lasting(a, {n for n in pairs if found.distance[n] > found.allowed[n]}, pairs)
+    beyond = {n for n in pairs if found.distance[n] > found.allowed[n]}
+    beyond &= _lasting(a, beyond if control is not None else far, pairs)
     found.beginnings = _grouped(a, b, _beginnings(a, b, found, beyond, same_formats=same_formats))
     return found
 
@@ -143,8 +162,13 @@ def _of_updates(
 
 def _follows(one: Event, other: Event, found: Judged) -> bool:
     """Return whether an update with the same settings follows gradients that differ."""
-    same = one.kind == "update" and one.settings == other.settings
+    same = one.kind == "update" and _without_kernels(one) == _without_kernels(other)
     return same and any(found.distance.get(read.event, 0.0) > 0 for read in one.reads)
+
+
+def _without_kernels(update: Event) -> list[str]:
+    """Return an optimizer's settings but those that only choose its kernels."""
+    return [setting for setting in update.settings if not setting.startswith(_KERNELS)]
 
 
 def _apart(base: ValuesLog, other: ValuesLog) -> dict[int, Floats]:
@@ -176,20 +200,48 @@ def _begun(log: ValuesLog, marked: set[int]) -> list[int]:
     return first
 
 
-def _lasting(a: ValuesLog, beyond: set[int], pairs: Pairs) -> set[int]:
-    """Return the events beyond rounding that lead to an outcome beyond rounding.
+def _lasting(a: ValuesLog, far: set[int], pairs: Pairs) -> set[int]:
+    """Return the events among those too far apart that lead to an outcome among them.
 
     Others were paired by their shapes alone: where an operation is computed in pieces, the values behind it agree again.
     """
     leads: set[int] = set()
+    lasting: set[int] = set()
     for n in range(len(a.events) - 1, -1, -1):
         event = a.events[n]
-        matters = (n in beyond and (n in leads or event.kind in OUTCOMES)) or (n not in pairs and n in leads)
+        matters = n in far and (n in leads or event.kind in OUTCOMES)
         if matters:
+            lasting.add(n)
+        if matters or (n not in pairs and n in leads):
             leads.update(read.event for read in event.reads)
-        if n in beyond and not matters:
-            beyond = beyond - {n}
-    return beyond
+    return lasting
+
+
+def _carried(a: ValuesLog, n: int, results: Mapping[int, Floats]) -> Floats:
+    """Return how far each result may be because of what it reads: as far, or by as much where the result is smaller: a sum cancels."""
+    relative = absolute = 0.0
+    alone, known = _ancestors(a, n, results)
+    for read in (read for m in (n, *alone) for read in a.events[m].reads if read.event in known):
+        apart = _one(results.get(read.event), read.output)
+        if apart:
+            relative = max(relative, apart)
+            absolute = max(
+                absolute, apart * math.sqrt(max(a.numbers[a.events[read.event].row + read.output, SQUARES], 0.0))
+            )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = absolute / np.sqrt(a.numbers[a.rows(n)][:, SQUARES])
+    return np.maximum(relative, np.nan_to_num(shares, nan=0.0, posinf=0.0))
+
+
+def _roundings(log: ValuesLog) -> list[Floats]:
+    """Return the rounding that the format of each result explains: of a copy, also that of the value that it copies."""
+    found: list[Floats] = []
+    for n, event in enumerate(log.events):
+        own = rounding(log, n)
+        if event.kind in _COPIES or event.op in REARRANGES:
+            own = np.maximum(own, max((found[r.event].max(initial=0.0) for r in event.reads), default=0.0))
+        found.append(own)
+    return found
 
 
 def _beginnings(
@@ -238,7 +290,7 @@ def _grouped(a: ValuesLog, b: ValuesLog, beginnings: Iterable[Beginning]) -> lis
     return [replace(group[0], others=tuple(one.a for one in group[1:])) for group in found.values()]
 
 
-def _ancestors(log: ValuesLog, event: int, paired: Pairs) -> tuple[set[int], set[int]]:
+def _ancestors(log: ValuesLog, event: int, paired: Container[int]) -> tuple[set[int], set[int]]:
     """Return the ancestors without a counterpart up to the first ones that have one, and these."""
     alone: set[int] = set()
     known: set[int] = set()
