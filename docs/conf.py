@@ -46,7 +46,7 @@ CONTENTS: dict[str, list[str]] = {
     "Start": ["install", "tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
     "How to": [
         *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning", "watch", "tune"),
-        *("ranges", "fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
+        *("ranges", "fallback", "diff", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
         *("keras", "paddle", "lightning", "accelerate", "transformers", "session"),
     ],
     "Reference": [
@@ -69,8 +69,8 @@ CONTENTS: dict[str, list[str]] = {
         *(f"details/{name}" for name in ("patch", "checkpointing", "micro-batches", "apex", "keras", "paddle")),
     ],
     "Evidence": [
-        *("evidence/predictions", "evidence/verdicts", "evidence/tests", "h100", "benchmarks", "article-numbers"),
-        *("paper", "examples", "public-scripts", "public-reports"),
+        *("evidence/predictions", "evidence/held-out", "evidence/verdicts", "evidence/tests", "h100", "benchmarks"),
+        *("article-numbers", "paper", "examples", "public-scripts", "public-reports"),
     ],
     "中文": [
         *("zh-CN/start", "zh-CN/run", "zh-CN/compare", "zh-CN/nan", "zh-CN/memory", "zh-CN/predict", "zh-CN/watch"),

@@ -7,10 +7,10 @@ import linecache
 from typing import Any, NamedTuple
 
 from mezzo.callables import _trained
-from mezzo.commands.diff.judge import Judged, judge
+from mezzo.commands.diff.judge import Parting, judge
 from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.values.log import Event, ValuesLog
-from mezzo.observe.values.observer import Values
+from mezzo.observe.values.observer import RecordedValues
 from mezzo.policy import Policy
 from paths import SCRIPTS
 
@@ -38,7 +38,7 @@ def values_of(text: str, *, policy: str | None = "fp32", name: str = "train", **
     )
     if error is not None:
         raise error
-    assert isinstance(trained.observer, Values)
+    assert isinstance(trained.observer, RecordedValues)
     assert trained.observer.problems == {}
     return trained.observer.log(run)
 
@@ -63,7 +63,7 @@ def edited(edit: Edit, steps: int = 2) -> ValuesLog:
     return values_of(text.replace(edit.old, edit.new.replace("\n", f"\n{indent}")), steps=tuple(range(1, steps + 1)))
 
 
-def judged(edit: Edit, steps: int = 2) -> tuple[ValuesLog, ValuesLog, Judged]:
+def judged(edit: Edit, steps: int = 2) -> tuple[ValuesLog, ValuesLog, Parting]:
     """Return the values of a script and of the edited one, and how they differ."""
     a, again, control = unedited(edit.script, steps)
     b = edited(edit, steps)

@@ -11,7 +11,10 @@ from mezzo.records import (
     CheckStage,
     CompareRecord,
     DeviceReport,
+    DiffBeginning,
     Difference,
+    DiffOutcome,
+    DiffRecord,
     DoctorRecord,
     Effective,
     Environment,
@@ -20,7 +23,9 @@ from mezzo.records import (
     Memory,
     Metric,
     MissingState,
+    ModuleGrowth,
     Note,
+    PointDifference,
     PredictionDetail,
     PredictRecord,
     RealGpus,
@@ -31,6 +36,8 @@ from mezzo.records import (
     TuneRecord,
     TuneRow,
     TuneTrial,
+    ValuePair,
+    ValuePlace,
     Verdict,
 )
 
@@ -355,6 +362,61 @@ def resume_check_record(**fields: object) -> ResumeCheckRecord:
         "environment": run.environment,
     }
     return ResumeCheckRecord(**(values | fields))  # type: ignore[arg-type]
+
+
+def diff_record(**fields: object) -> DiffRecord:
+    """Return two scripts whose LayerNorms have different eps."""
+
+    def place(op: str, module: str, line: str) -> ValuePlace:
+        return ValuePlace(op=op, module=module, phase="forward", step=1, line=line, format="fp32")
+
+    run = run_record("as-is", num_steps=2, script="train.py")
+    beginning = DiffBeginning(
+        a=place("layer_norm", "norm", "old.py:9"),
+        b=place("layer_norm", "norm", "new.py:9"),
+        distance=4.9e-6,
+        allowed=9.5e-7,
+        error_a=1.1e-7,
+        error_b=1.2e-7,
+        by="settings",
+        settings=[("1e-05", "1e-06")],
+        num_alike=2,
+    )
+    values: dict[str, object] = {
+        "command": ["mezzo", "diff", "old.py", "new.py"],
+        "script": "train.py",
+        "mode": "scripts",
+        "name_a": "old.py",
+        "name_b": "new.py",
+        "verdict": "beyond rounding",
+        "run": run,
+        "other": run_record("as-is", num_steps=2, script="new.py"),
+        "steps": [1, 2],
+        "num_values": 470,
+        "num_paired": 468,
+        "num_identical": 12,
+        "has_control": True,
+        "first": ValuePair(**beginning.model_dump(include=set(ValuePair.model_fields))),
+        "beginnings": [beginning],
+        "outcomes": [DiffOutcome(what="loss", step=1, distance=2.4e-6, allowed=9.5e-7)],
+        "points": [
+            PointDifference(
+                name="logprobs",
+                against="both runs",
+                distance=1e-3,
+                is_log_probabilities=True,
+                kl=2e-5,
+                outside=0.08,
+            )
+        ],
+        "growth": [
+            ModuleGrowth(module="norm", phase="forward", bits=17.6, explained_bits=20.0),
+            ModuleGrowth(module="head", phase="forward", bits=17.1, explained_bits=19.0),
+        ],
+        "environment": run.environment,
+        "duration_s": 12.0,
+    }
+    return DiffRecord(**(values | fields))  # type: ignore[arg-type]
 
 
 def tune_record(**fields: object) -> TuneRecord:

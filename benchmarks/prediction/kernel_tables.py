@@ -22,7 +22,7 @@ from benchmarks.shared.harness import Row, store
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.tape import ATTENTION_ROWS, CostedOperation, ProductSize, TapePhase
 from mezzo.measure.predict.tiles import Array
-from mezzo.measure.predict.time import Card, Columns, Constants, fitted, operation_bounds
+from mezzo.measure.predict.time import LATENCY_S, Card, Columns, Constants, fitted, operation_bounds
 
 _GPUS = {
     "a100_sxm": "a100-40gb",
@@ -99,10 +99,10 @@ def _attention(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
         or seconds < max(_LEAST_S["aiconfigurator"], flops / (gpu.fp16_flops_per_s or 1))
     ):
         return
-    shape = ProductSize(batch * heads, tokens, (tokens + ATTENTION_ROWS) // 2, depth)
+    shape = ProductSize(batch * heads, tokens, (tokens + ATTENTION_ROWS) // 2, depth, heads // keys)
     read, written = 2 * batch * tokens * depth * (heads + 2 * keys), 2 * batch * tokens * depth * heads
     op = operation("_scaled_dot_product_flash_attention", "bf16", shape, flops=2 * flops, read=read, written=written)
-    yield MeasuredKernel("attention, BF16", gpu, op, seconds)
+    yield MeasuredKernel("attention, BF16", gpu, op, seconds, LATENCY_S)
 
 
 def _streaming(kind: str, cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
@@ -199,7 +199,15 @@ class Priced:
 
     def __init__(self, measured: Sequence[MeasuredKernel]) -> None:
         self.ops = Columns.of([one.operation for one in measured])
-        cards = [Card.of(one.gpu, tf32=False, tries_algorithms=one.tries_algorithms) for one in measured]
+        cards = [
+            Card.of(
+                one.gpu,
+                tf32=False,
+                tries_algorithms=one.tries_algorithms,
+                flash_3="attention" in one.kind and one.gpu.compute_capability in ("9.0", "10.0"),
+            )
+            for one in measured
+        ]
         self.card = Card(**{f.name: np.array([getattr(card, f.name) for card in cards]) for f in fields(Card)})
         self.clocked_s = np.array([one.clocked_s for one in measured])
         self.measured_s = np.array([one.seconds for one in measured])

@@ -1,4 +1,4 @@
-"""How well does a CPU's own calibration predict the steps of ten models that it does not contain?
+"""How well does a CPU's own calibration predict the steps of ten models that it does not contain, and of tiny ones?
 
 Times are the CPU time of one thread, the smallest of several repeats. Each model is traced without values and predicted, then built and
 measured, one after another. None of them is among the calibration's probes. timm, torchvision and transformers are needed.
@@ -24,19 +24,30 @@ from mezzo.measure.predict.training import record_training
 
 
 class _Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, words: int, width: int, hidden: int, layers: int) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(2000, 128), nn.Linear(192, 4)
-        self.layer = nn.LSTM(128, 192, 2, batch_first=True)
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(hidden, 4)
+        self.layer = nn.LSTM(width, hidden, layers, batch_first=True)
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.layer(self.words(x))[0][:, -1])
 
 
-def _dense() -> nn.Module:
-    widths = (784, 1500, 800, 400, 10)
+def _dense(*widths: int) -> nn.Module:
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+def _lenet() -> nn.Module:
+    features = [
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    return nn.Sequential(*features, _dense(400, 120, 84, 10))
 
 
 def _models() -> dict[str, tuple[int, Training]]:
@@ -48,6 +59,12 @@ def _models() -> dict[str, tuple[int, Training]]:
 
     def pictures(build: Any, size: int) -> Training:
         return Training(build, partial(images, size), class_loss)
+
+    def vectors(build: Any, *size: int) -> Training:
+        return Training(build, lambda n: {"x": torch.empty(n, *size), "y": numbers(n)}, class_loss)
+
+    def sequences(build: Any, length: int) -> Training:
+        return Training(build, lambda n: {"x": numbers(n, length), "y": numbers(n)}, class_loss)
 
     def of_timm(name: str, size: int, **settings: Any) -> Training:
         return pictures(partial(timm.create_model, name, **settings), size)
@@ -61,8 +78,11 @@ def _models() -> dict[str, tuple[int, Training]]:
         "vit": (8, of_timm("vit_tiny_patch16_224", 96, img_size=96)),
         "bert": (8, Training(lambda: tr.BertForMaskedLM(bert), partial(text, 64), own_loss)),
         "gpt2": (4, Training(lambda: tr.GPT2LMHeadModel(gpt), partial(text, 96), own_loss)),
-        "mlp": (128, Training(_dense, lambda n: {"x": torch.empty(n, 784), "y": numbers(n)}, class_loss)),
-        "lstm": (16, Training(_Recurrent, lambda n: {"x": numbers(n, 24), "y": numbers(n)}, class_loss)),
+        "mlp": (128, vectors(partial(_dense, 784, 1500, 800, 400, 10), 784)),
+        "lstm": (16, sequences(partial(_Recurrent, 2000, 128, 192, 2), 24)),
+        "tiny mlp": (16, vectors(partial(_dense, 784, 64, 10), 784)),
+        "tiny lenet": (8, vectors(_lenet, 1, 28, 28)),
+        "tiny lstm": (4, sequences(partial(_Recurrent, 100, 16, 32, 1), 8)),
     }
 
 
@@ -80,18 +100,19 @@ def main(argv: Sequence[str] = ()) -> None:
         found.save()
         took_s = time.monotonic() - begin
         print(f"calibrated in {took_s:.0f} s; probes' steps {found.low} to {found.high}; kept in {found.path}")
-    errors = []
+    errors: dict[str, float] = {}
     optimizer = partial(torch.optim.AdamW, lr=1e-4)
     for name, (batch, one) in _models().items():
         tape = record_training(one.build, one.batch_of, one.loss_of, batch=batch, optimizer=optimizer, gpu=False)
         predicted = float(found.rates["fp32"].seconds(tape.operations).sum())
         measured = _measured(one, batch, optimizer, chosen.seconds)
-        errors.append(100 * (predicted / measured - 1))
-        times = f"measured {1e3 * measured:8.1f} ms predicted {1e3 * predicted:8.1f} ms"
-        print(f"{name:14} batch {batch:4} {times} {errors[-1]:+6.1f}%", flush=True)
-    size = np.abs(errors)
+        errors[name] = 100 * (predicted / measured - 1)
+        times = f"measured {1e3 * measured:8.2f} ms predicted {1e3 * predicted:8.2f} ms"
+        print(f"{name:14} batch {batch:4} {times} {errors[name]:+6.1f}%", flush=True)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print(f"mean {size.mean():.1f}% largest {size.max():.1f}% of {len(size)} models")
+    for tiny in (False, True):
+        size = np.abs([error for name, error in errors.items() if name.startswith("tiny") is tiny])
+        print(f"mean {size.mean():.1f}% largest {size.max():.1f}% of {len(size)} {'tiny ' * tiny}models")
 
 
 def _measured(one: Training, batch: int, optimizer: Any, most_s: float) -> float:

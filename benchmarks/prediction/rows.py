@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from torch import Tensor, nn
 
 from benchmarks.prediction.kernel_tables import MeasuredKernel, Priced
-from benchmarks.prediction.zoo.trainings import NotBuilt, training
+from benchmarks.prediction.zoo.trainings import NotBuilt, installed, training
 from benchmarks.shared import csv_rows
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.host import SERVER
@@ -53,6 +54,13 @@ class _BertAdam(torch.optim.Optimizer):
             p.add_(-(1e-4 * update))
 
 
+def _adafactor(params: Any) -> torch.optim.Optimizer:
+    """Return Adafactor as transformers' trainer sets it."""
+    made = installed("transformers").optimization.Adafactor(params, lr=1e-4, scale_parameter=False, relative_step=False)
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "none": partial(torch.optim.SGD, lr=0.1),
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -60,6 +68,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused-adam": partial(torch.optim.Adam, lr=1e-4, fused=True),
     "bert-adam": _BertAdam,
     "rmsprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.9),
+    "adafactor": _adafactor,
+    "adam-8bit": partial(torch.optim.SGD, lr=0.1),  # its kernels are added
 }
 NAMED = {
     "SGD-momentum": "sgd",
@@ -79,27 +89,39 @@ class Row:
     model: str
     size: str
     precision: str
-    """``fp32``, ``tf32``, ``fp16`` (autocast), ``fp16-half`` (the model in FP16) or ``bf16``."""
+    """``fp32``, ``tf32``, ``fp16`` (autocast), ``fp16-half`` (the model in FP16 with masters), ``fp16-pure`` (without) or ``bf16``."""
     layout: str
     optimizer: str
+    checkpointed: bool = False
+    """Whether each layer keeps its input alone, as transformers' models do it."""
+    num_batches: int = 1
+    """Batches that one update accumulates."""
 
     def tape(self, batch: int) -> TrainingTape:
         """Return the tape at ``batch``; TF32 runs the same operations as FP32."""
-        same = replace(self, precision={"tf32": "fp32"}.get(self.precision, self.precision))
+        precision = {"tf32": "fp32"}.get(self.precision, self.precision)
+        same = replace(self, precision=precision, num_batches=1)
         low, high = (_recorded(same, n) for n in BATCHES)
         return low.at_batch(high, batch)
+
+    def operations(self, batch: int) -> list[CostedOperation]:
+        """Return the operations of a step: an update, and the batches that it accumulates."""
+        found = self.tape(batch).operations
+        return found + (self.num_batches - 1) * [op for op in found if op.phase != "optimizer"]
 
 
 @cache
 def _recorded(row: Row, batch: int) -> TrainingTape:
     found = training(row.model, row.size)
-    half = row.precision == "fp16-half"
+    half = row.precision in ("fp16-half", "fp16-pure")
     channels_last = row.layout == "nhwc" and found.kind != "language transformer"
 
     def build() -> nn.Module:
         model = found.build()
         if half:
             model.half()
+        if row.checkpointed:
+            model.gradient_checkpointing_enable()
         return model.to(memory_format=torch.channels_last) if channels_last else model
 
     def batch_of(n: int) -> dict[str, Tensor]:
@@ -113,8 +135,16 @@ def _recorded(row: Row, batch: int) -> TrainingTape:
     policy = Policy.parse(row.precision) if row.precision in ("fp16", "bf16") else None
     optimizer = OPTIMIZERS[row.optimizer]
     tape = record_training(build, batch_of, found.loss_of, batch=batch, optimizer=optimizer, policy=policy, steps=1)
-    tape.operations = [op for op in tape.operations if row.optimizer != "none" or op.phase != "optimizer"]
-    if half:  # an FP32 copy of each weight: gradients are cast and unscaled, the result is cast back
+    if row.optimizer in ("none", "adam-8bit"):
+        tape.operations = [op for op in tape.operations if op.phase != "optimizer"]
+    if row.optimizer == "adam-8bit":  # bitsandbytes has a kernel for each weight, which keeps two states of a byte
+        sizes = [block.size_bytes // 4 for block in tape.blocks if block.kind == "parameters"]
+        tape.operations += [
+            CostedOperation("adam_8bit", "optimizer", "", "fp32", 0, 10 * size, 6 * size) for size in sizes
+        ]
+    if (
+        row.precision == "fp16-half"
+    ):  # an FP32 copy of each weight: gradients are cast and unscaled, the result is cast back
         halves = sum(block.size_bytes for block in tape.blocks if block.kind == "parameters")
         tape.operations += [
             CostedOperation("unscale", "optimizer", "", "fp32", 0, halves, 2 * halves),
@@ -132,20 +162,29 @@ def row_of(cells: Mapping[str, str]) -> tuple[Row, int, str]:
     model, size, math, notes = cells["model"], cells["img_or_seq"], cells["effective_math"], cells["notes"]
     if int(cells["n_gpus"]) != 1:
         raise NotBuilt("several GPUs")
-    if "ckpt" in notes or "checkpointing" in notes:
-        raise NotBuilt("activation checkpointing in the row")
-    if "O2" in math or math == "fp16 pure":
+    if math == "fp16 weights":
+        precision = "fp16-pure"
+    elif "O2" in math or math == "fp16 pure":
         precision = "fp16-half" if "bert" in model else "fp16"
     else:
         precision = re.match(r"fp32|tf32|fp16|bf16", math).group()  # type: ignore[union-attr]
     optimizer = NAMED.get(cells["optimizer"], "adam")
     if cells["optimizer"] == "FusedAdam/BertAdam" and precision != "fp16-half":
         optimizer = "bert-adam"
-    if "adafactor" in notes or "8-bit" in notes:
-        raise NotBuilt("an optimizer that is not torch's")
+    optimizer = "adafactor" if "adafactor" in notes else "adam-8bit" if "8-bit Adam" in notes else optimizer
+    accumulated = re.search(r"accum(?:ulation)? ?(\d+)", notes)
     layout = {"nhwc": "nhwc", "nhwc(AMP)": "nhwc" if precision == "fp16" else "nchw"}.get(cells["layout"], "nchw")
     batch = int(cells["batch_per_gpu"] or ("64" if model.startswith("ssd") else "128"))
-    return Row(model, size, precision, layout, optimizer), batch, training(model, size).kind
+    row = Row(
+        model,
+        size,
+        precision,
+        layout,
+        optimizer,
+        checkpointed="ckpt" in notes or "checkpointing" in notes,
+        num_batches=int(accumulated.group(1)) if accumulated else 1,
+    )
+    return row, batch, training(model, size).kind
 
 
 @dataclass(frozen=True)
@@ -184,21 +223,28 @@ def read(path: Path) -> tuple[list[Measured], Counter[str]]:
     """Return the rows of a table that can be predicted, and the number of other rows by reason."""
     rows, reasons = [], Counter[str]()
     for cells in csv_rows.read(path):
-        gpu = find_gpu(SAME_AS.get(cells["gpu"], cells["gpu"]))
         try:
-            if gpu is None:
-                raise NotBuilt(f"no facts about the GPU {cells['gpu']}")
-            row, batch, kind = row_of(cells)
-            operations = row.tape(batch).operations
+            rows.append(measured(cells))
         except NotBuilt as error:
             reasons[str(error)] += 1
-            continue
-        throughput = float(cells["throughput_per_gpu"])
-        priced = merged(Columns.of(operations))
-        rows.append(
-            Measured(cells, row, kind, gpu, *priced, SERVER.seconds(operations), throughput, batch / throughput)
-        )
     return rows, reasons
+
+
+def measured(cells: dict[str, str]) -> Measured:
+    """Return a row of a table.
+
+    Raises:
+        NotBuilt: it cannot be predicted.
+    """
+    gpu = find_gpu(SAME_AS.get(cells["gpu"], cells["gpu"]))
+    if gpu is None:
+        raise NotBuilt(f"no facts about the GPU {cells['gpu']}")
+    row, batch, kind = row_of(cells)
+    operations = row.operations(batch)
+    throughput = float(cells["throughput_per_gpu"])
+    priced = merged(Columns.of(operations))
+    seconds = row.num_batches * batch / throughput
+    return Measured(cells, row, kind, gpu, *priced, SERVER.seconds(operations), throughput, seconds)
 
 
 def merged(columns: Columns) -> tuple[Columns, Array]:
@@ -227,9 +273,12 @@ class _Joint:
         self.counts = np.concatenate([row.counts for row in rows])
         self.host_s = np.array([row.host_s for row in rows])
 
+    def device_s(self, constants: Constants) -> Array:
+        found: Array = np.add.reduceat(self.counts * operation_bounds(self.ops, self.card, constants).total, self.at)
+        return found
+
     def seconds(self, constants: Constants) -> Array:
-        device = np.add.reduceat(self.counts * operation_bounds(self.ops, self.card, constants).total, self.at)
-        found: Array = longer_of(device, self.host_s)
+        found: Array = longer_of(self.device_s(constants), self.host_s)
         return found * np.where(self.old, constants.old_libraries, 1.0)
 
 
@@ -276,6 +325,12 @@ def fit(rows: Sequence[Measured], kernels: Sequence[MeasuredKernel]) -> Constant
     begin = np.zeros(len(names))
     found = least_squares(errors, begin, bounds=(-np.inf, top), loss="soft_l1", max_nfev=25, diff_step=1e-2)
     return moved(found.x)
+
+
+def bound_by_host(rows: Sequence[Measured], constants: Constants) -> NDArray[np.bool_]:
+    """Return whether the host needs longer for each row's step than the GPU."""
+    found: NDArray[np.bool_] = np.array([row.host_s for row in rows]) > _Joint(rows).device_s(constants)
+    return found
 
 
 def ratios(rows: Sequence[Measured], constants: Constants) -> Array:

@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "commands": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
     "cli": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
-    "__init__": f"{FACTS} lazy_names engine measure callables report notebook",  # on first use only, or in a notebook
+    "__init__": f"{FACTS} lazy_names engine measure observe callables report notebook",  # on first use only, or in a notebook
     "__main__": "cli",
 }
 
@@ -112,6 +112,7 @@ PINNED_EXPORTS = [
     "SnapshotError",
     "StaticScale",
     "UnsupportedFormatError",
+    "compare_point",
     "diagnose",
     "fallback",
     "fast_path",
@@ -286,7 +287,7 @@ def test_a_program_begins_at_the_end_of_its_file() -> None:
     assert defined_too_late(SOURCES) == []
 
 
-SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint", "launch": "torch keras paddle"}
+SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint values", "launch": "torch keras paddle"}
 MAY_IMPORT_SUBPACKAGES = {"launch.keras": "torch"}  # Keras trains on torch, too
 
 

@@ -92,6 +92,8 @@ def loss_alone(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Any]:
 
 # --- by the names of the throughput tables --------------------------------------------------------
 
+TORCHVISION = "torchvision:"
+"""Before the names of rows whose models are torchvision's own."""
 TIMM = {"resnet50v1.5": "resnet50"}
 """Names that are not timm's in other letters."""
 GPT = {
@@ -123,6 +125,9 @@ def training(model: str, size: str) -> Training:
     if (built := transformer_xl(model)) is not None:
         build, batch_of = built
         return Training(build, partial(batch_of, int(size)), xl_loss, "language transformer")
+    if model.startswith(TORCHVISION):
+        build = getattr(installed("torchvision").models, model.removeprefix(TORCHVISION))
+        return Training(build, partial(images, int(size)), class_loss, "convolutional")
     timm = installed("timm")
     timm.layers.set_fused_attn(False)
     if (name := own_name(TIMM.get(model, model), timm.list_models())) is None:

@@ -416,3 +416,17 @@ class Observer(ABC):
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
+
+
+class TracingObserver(Observer):
+    """An observer that traces every operation, from inside the first call of a module on."""
+
+    def move(self, step: int) -> None:
+        """Begin again in the thread that trains."""
+        assert self._tracer is not None
+        self._tracer.leave_behind()
+        self.begin(step)
+
+    def _first_called(self, module: nn.Module, args: object) -> None:
+        if self._begin_at_first_call() and self._tracer is not None:
+            self._tracer.enter(module, args)

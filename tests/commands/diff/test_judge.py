@@ -10,7 +10,18 @@ import pytest
 
 from helpers_diff import Edit, judged, place, text_of, unedited, values_of
 from mezzo.commands.diff.judge import JUMP, TIMES, bits_kept, judge
-from mezzo.observe.values.log import BUCKETS, NUMBERS, ROUNDING, SKETCH, SQUARES, Event, Kind, Output, Read, ValuesLog
+from mezzo.observe.values.log import (
+    BUCKETS,
+    NUMBERS,
+    ROUNDING,
+    SKETCH,
+    SQUARES,
+    Event,
+    EventKind,
+    Output,
+    ValueRead,
+    ValuesLog,
+)
 
 
 class Made(NamedTuple):
@@ -18,7 +29,7 @@ class Made(NamedTuple):
 
     value: float
     reads: tuple[int, ...] = ()
-    kind: Kind = "operation"
+    kind: EventKind = "operation"
     op: str = "add"
     settings: tuple[str, ...] = ()
     step: int = 1
@@ -41,7 +52,7 @@ def log_of(*made: Made, unit: float = 0.0) -> ValuesLog:
             one.module or str(n),
             "",
             settings=one.settings,
-            reads=tuple(Read(read, 0, ()) for read in one.reads),
+            reads=tuple(ValueRead(read, 0, ()) for read in one.reads),
             outputs=(Output("fp32", (2,)),),
             row=n,
         )
@@ -50,9 +61,9 @@ def log_of(*made: Made, unit: float = 0.0) -> ValuesLog:
     return ValuesLog(events, hashes, numbers)
 
 
-def chain(*values: float, end: Kind = "loss") -> list[Made]:
+def chain(*values: float, end: EventKind = "loss") -> list[Made]:
     """Return events that each read the one before, the last of which is an outcome."""
-    kinds: list[Kind] = [*(["operation"] * (len(values) - 1)), end]
+    kinds: list[EventKind] = [*(["operation"] * (len(values) - 1)), end]
     return [Made(value, (n - 1,) if n else (), kind) for n, (value, kind) in enumerate(zip(values, kinds, strict=True))]
 
 

@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 import record_builders as build
+from mezzo.commands.predict.page import verdict_text
 from mezzo.records import DataSet, LoaderRate, PredictRecord
 from mezzo.report.html import render_html
 from mezzo.report.pages import page_of
@@ -126,6 +127,17 @@ def test_a_calibrated_cpu_leads_to_a_check_here_and_is_not_called_unchecked() ->
         "mezzo check train.py",
     )
     assert "Not validated" not in shown(record)
+
+
+def test_rows_that_no_measurement_vouches_for_are_listed_by_reason() -> None:
+    one = build.predict_record().predictions[0]
+    bound = one.model_copy(update={"validated": False, "not_validated": "host"})
+    unknown = one.model_copy(update={"gpu": "l4", "validated": False, "not_validated": "measurements"})
+    own = bound.model_copy(update={"gpu": "t4", "calibrated": True})
+    text = " ".join(shown(build.predict_record(predictions=[bound, one, unknown, own])).split())
+    assert "Not validated, as no measured step is bound by the host: a100-80gb in bf16 and t4 in bf16." in text
+    assert "Not validated, for want of measurements: l4 in bf16." in text
+    assert verdict_text(own).endswith("its calibration. Not validated, as no measured step is bound by the host.")
 
 
 def shown(record: PredictRecord) -> str:

@@ -59,7 +59,8 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm --out"
+    words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm "
+    words += "--host 0.1 --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0
     record = read_record(tmp_path / "record.json")
     assert isinstance(record, PredictRecord)
@@ -369,4 +370,17 @@ def test_the_cpu_is_predicted_for_pytorch_only(framework: str, tmp_path: Path) -
     path.write_text(f"import {framework}\n", encoding="utf-8")
     calibration = Calibration(device="a CPU", threads=1, date="", torch="", rates={}, low=0.9, high=1.1)
     with pytest.raises(UsageError, match=r"--gpus cpu predicts PyTorch.*train\.py is none"):
-        of_script(str(path), [], ["fp32"], None, False, calibration)
+        of_script(str(path), [], ["fp32"], None, False, calibration=calibration)
+
+
+@pytest.mark.parametrize("framework", ["keras", "paddle"])
+def test_several_gpus_are_refused_before_a_keras_or_paddle_script_runs(
+    framework: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import {framework}\nopen(__file__ + '.ran', 'w')\n", encoding="utf-8")
+    assert cli.main(["predict", "--gpus-per-job", "2", "--out", str(tmp_path), str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--gpus-per-job 2 predicts PyTorch scripts" in said
+    assert "one GPU of the job computes what this prediction says" in said
+    assert not (tmp_path / "train.py.ran").exists()

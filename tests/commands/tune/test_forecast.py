@@ -12,6 +12,7 @@ from helpers_predict import traced_in_forks
 from mezzo.commands.tune.forecast import Forecast, beside, forecasts, not_predicted, predictable, ruled_out
 from mezzo.commands.tune.plan import Configuration, grid
 from mezzo.gpus import GPUS
+from mezzo.measure.predict.host import SERVER
 from mezzo.records import TuneRow
 
 GIB = 2**30
@@ -125,7 +126,7 @@ def test_on_a_gpu_a_script_has_a_speed_with_a_band(tmp_path: Path) -> None:
     path.write_text(SCRIPT, encoding="utf-8")
     bf16, fp32 = Configuration(policy="bf16"), Configuration(policy="fp32")
     found, notes = forecasts(str(path), ["64"], [fp32, bf16], gpu=GPUS["t4"])
-    assert notes == []
+    assert notes == [SERVER.note]
     assert found.keys() == {fp32}  # a T4 has no units for BF16
     one = found[fp32]
     assert one.rate is not None
@@ -161,5 +162,5 @@ def test_a_policy_under_which_a_script_fails_is_left_to_the_measurement(tmp_path
     fp16 = Configuration(policy="fp16")
     found, notes = forecasts(str(path), [], [FP32, fp16], gpu=GPUS["t4"])
     assert found.keys() == {FP32}
-    assert [(one.what, one.value) for one in notes] == [("not predicted", fp16.name)]
+    assert [(one.what, one.value) for one in notes] == [("not predicted", fp16.name), ("host", SERVER.note.value)]
     assert notes[0].reason.startswith("fails under fp16: train.py:6: RuntimeError: ")

@@ -55,8 +55,26 @@ def recurrent() -> list[object]:
     return [layers.Input((7, 5)), layers.SimpleRNN(6)]
 
 
+def own_loop(x: object, y: object) -> None:
+    """Train for two steps in a loop of the script's own, on JAX."""
+    import jax
+
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def loss_of(weights: object, others: object) -> object:
+        return loss(y, model.stateless_call(weights, others, x)[0])
+
+    owned = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+    weights, others, state = ([variable.value for variable in variables] for variables in owned)
+    for _ in range(2):
+        gradients = jax.grad(loss_of)(weights, others)
+        weights, state = optimizer.stateless_apply(state, gradients, weights)
+
+
 MODELS = {
     "eager": mlp,
+    "loop": mlp,
     "cnn": cnn,
     "mlp": mlp,
     "embedded": embedded,
@@ -69,5 +87,9 @@ most = {"embedded": 5000, "transformer": 1000}.get(MODEL)
 draw = np.random.default_rng(0)
 x = draw.integers(0, most, sizes) if most else draw.random(sizes, dtype=np.float32)
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=MODEL == "eager")
-model.fit(x, draw.integers(0, CLASSES, 2 * BATCH), batch_size=BATCH, epochs=2, verbose=0)
+y = draw.integers(0, CLASSES, 2 * BATCH)
+if MODEL == "loop":
+    own_loop(x, y)
+else:
+    model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=MODEL == "eager")
+    model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)

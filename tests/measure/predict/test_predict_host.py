@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.host import SERVER, Host, measured
+from mezzo.measure.predict import calibrate
+from mezzo.measure.predict.host import SERVER, Host, host_of, measured
 from mezzo.measure.predict.step import Conditions
 from mezzo.measure.predict.tape import CostedOperation, TapePhase, TrainingTape
 
@@ -36,3 +38,14 @@ def test_this_machine_is_measured_without_changing_its_threads() -> None:
     assert torch.get_num_threads() == threads
     assert 1e-6 < host.operation_s < 10e-3
     assert host.source.startswith("this machine")
+
+
+def test_the_gpu_of_this_machine_has_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_of(gpu_named("a100")) is SERVER  # no GPU here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(calibrate, "device_name", lambda kind: "Tesla T4")
+    assert host_of(gpu_named("a100")) is SERVER
+    found = host_of(gpu_named("t4"))
+    assert found.source.startswith("this machine")
+    assert host_of(gpu_named("t4")) is found  # measured once
+    assert found.note.reason == found.source

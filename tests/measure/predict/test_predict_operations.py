@@ -52,3 +52,30 @@ def test_convolutions_as_products(
     function = aten.convolution.default
     (found,) = operations_of(function, args, {}, function(*args), "forward", "")
     assert found.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "elements", "num_kernels"),
+    [
+        (110, 1, 1),
+        (111, 1, 2),  # 110 tensors in a kernel
+        (2, 65536 * 160, 1),  # 320 chunks in a kernel
+        (2, 65536 * 160 + 1, 2),
+    ],
+)
+def test_an_operation_on_lists_is_several_kernels(num_tensors: int, elements: int, num_kernels: int) -> None:
+    tensors = [torch.empty(elements, device="meta") for _ in range(num_tensors)]
+    function = aten._foreach_add_.Scalar
+    found = operations_of(function, [tensors, 1], {}, None, "optimizer", "")
+    assert len(found) == num_kernels
+    assert sum(one.written_bytes for one in found) == 4 * num_tensors * elements
+    two = operations_of(aten._foreach_add_.List, [tensors, tensors], {}, None, "optimizer", "")
+    assert len(two) == max(num_kernels, -(-num_tensors // 64))
+    assert len(operations_of(function, [tensors, 1], {}, None, "optimizer", "", gpu=False)) == 1
+
+
+def test_a_counter_of_batches_is_an_operation_and_a_step_counter_is_none() -> None:
+    one = torch.zeros((), dtype=torch.int64)
+    args = (aten.add_.Tensor, [one, torch.ones((), dtype=torch.int64)], {}, one)
+    assert len(operations_of(*args, "forward", "")) == 1
+    assert operations_of(*args, "optimizer", "") == []

@@ -14,6 +14,7 @@ from helpers_values import existing
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict import plan
+from mezzo.measure.predict.host import Host
 from mezzo.measure.predict.plan import (
     Tapes,
     check_policies,
@@ -30,6 +31,7 @@ from mezzo.measure.predict.tape_memory import DRIVER_BYTES, PredictedMemory, pre
 from mezzo.records import DataSet, LoaderRate
 
 MIB = 1 << 20
+FAST = Host(operation_s=1e-6, source="a host that bounds no step here")
 
 
 def _tape(policy: str, batch: int) -> TrainingTape:
@@ -242,10 +244,23 @@ def test_a_layout_changes_no_memory_so_its_replays_are_shared(tapes: dict[str, T
 
 def test_no_measurement_validates_another_framework(tapes: dict[str, Tapes]) -> None:
     others = {policy: dataclasses.replace(pair, of_measured_framework=False) for policy, pair in tapes.items()}
-    found = [predict(known, gpu_named("t4"), "fp32", batch=64).validated for known in (tapes, others)]
-    assert found == [True, False]
+    found = [predict(known, gpu_named("t4"), "fp32", batch=64, host=FAST).not_validated for known in (tapes, others)]
+    assert found == ["", "measurements"]
+
+
+@pytest.mark.parametrize(
+    ("host_us", "policy", "why", "launch"),
+    [(1, "fp32", "", False), (1e5, "fp32", "host", True), (1e5, "bf16", "measurements", True)],
+)
+def test_no_measurement_validates_a_step_that_the_host_bounds(
+    tapes: dict[str, Tapes], host_us: float, policy: str, why: str, launch: bool
+) -> None:
+    host = Host(operation_s=host_us * 1e-6, source="a test")
+    found = predict(tapes, gpu_named("a100-80gb"), policy, batch=64, host=host)
+    assert (found.not_validated, found.validated) == (why, not why)
+    assert (found.bounds["launch"] == 1) is launch
 
 
 def test_tf32_where_there_is_none_is_no_gain_and_as_valid_as_fp32(tapes: dict[str, Tapes]) -> None:
-    found = predict(tapes, gpu_named("t4"), "tf32", batch=64)
+    found = predict(tapes, gpu_named("t4"), "tf32", batch=64, host=FAST)
     assert (found.verdict, found.validated) == ("", True)

@@ -40,12 +40,13 @@ def test_a_normalisation_has_a_cost_for_each_channel() -> None:
     assert line == pytest.approx(CostLine(1e-6, 1e-9, 1e-7), rel=1e-6)
 
 
-def test_whole_steps_give_what_lies_between_operations() -> None:
+@pytest.mark.parametrize("between_s", [5e-7, -2e-7])
+def test_whole_steps_give_what_lies_between_operations_or_what_timing_them_cost(between_s: float) -> None:
     lines = {"(others)": CostLine(1e-6, 0.0, 0.0)}
-    steps = [([_operation(read=1)] * n, n * (1e-6 * 1.1 + 5e-7)) for n in (10, 100)]
-    steps.append(([_operation("mm", flops=1, read=10**6)], 1.1 + 5e-7))
+    steps = [([_operation(read=1)] * n, n * (1e-6 * 1.1 + between_s)) for n in (10, 100)]
+    steps.append(([_operation("mm", flops=1, read=10**6)], 1.1 + between_s))
     found = MachineRates({**lines, "(products)": CostLine(1.0, 0.0, 0.0)}).with_steps(steps)
-    assert (found.scale, found.between_s) == pytest.approx((1.1, 5e-7), rel=1e-3)
+    assert (found.scale, found.between_s) == pytest.approx((1.1, between_s), rel=1e-3)
     assert found.seconds(steps[0][0]).sum() == pytest.approx(steps[0][1], rel=1e-3)
 
 

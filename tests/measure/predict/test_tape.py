@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.tape import MemoryBlock, TrainingTape, grow_unevenly
+from mezzo.errors import UsageError
+from mezzo.measure.predict.tape import MemoryBlock, TrainingTape, check_same_steps, grow_unevenly
 
 
 def tape(batch: int, size_bytes: int) -> TrainingTape:
@@ -28,3 +29,12 @@ def test_a_size_at_another_batch(small: int, large: int, uneven: bool, at_16: in
     one, other = tape(4, small), tape(8, large)
     assert grow_unevenly(one, other) is uneven
     assert one.at_batch(other, 16).blocks[0].size_bytes == at_16
+
+
+def test_steps_are_the_same_in_whatever_order_they_free_at_once() -> None:
+    def step(batch: int, *events: int) -> TrainingTape:
+        return TrainingTape(batch=batch, blocks=[MemoryBlock(8, "temporaries") for _ in range(3)], events=[*events])
+
+    check_same_steps(step(4, 0, 1, ~0, ~1, 2, ~2), step(8, 0, 1, ~1, ~0, 2, ~2))
+    with pytest.raises(UsageError, match="run different operations"):
+        check_same_steps(step(4, 0, 1, ~0, ~1, 2, ~2), step(8, 0, 1, ~1, 2, ~0, ~2))

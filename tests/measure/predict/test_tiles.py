@@ -77,7 +77,32 @@ def test_a_product_takes_no_less_if_it_is_larger() -> None:
 )
 def test_cycles_of_attention(blocks: int, backward: bool, cycles: float) -> None:
     one = _products(100, 512, 64, products=blocks)
-    found = attention_cycles(one, np.array([backward]), fill_cycles=0.0)
-    assert found.tolist() == [pytest.approx(cycles)]
-    filled = attention_cycles(one, np.array([backward]), fill_cycles=1000.0)
-    assert filled - found == pytest.approx(1000.0 * np.ceil(blocks / 100))
+    found = _attention(one, backward=backward)
+    assert found == pytest.approx(cycles)
+    assert _attention(one, backward=backward, fill_cycles=1000.0) - found == pytest.approx(
+        1000.0 * np.ceil(blocks / 100)
+    )
+
+
+def _attention(one: TiledProducts, *, backward: bool = False, longest_first: bool = False, **constants: float) -> float:
+    flags: dict[str, Any] = {"backward": np.array([backward]), "longest_first": np.array([longest_first])}
+    return float(attention_cycles(one, **flags, **{"feed_bytes": 1e12, "fill_cycles": 0.0} | constants)[0])
+
+
+@pytest.mark.parametrize(("backward", "rows"), [(False, 2), (True, 4)])
+def test_a_block_of_an_attention_loads_the_rows_of_its_keys(backward: bool, rows: int) -> None:
+    alone, four = (_products(100, 512, 64, products=100, sharing=heads) for heads in (1, 4))
+    loaded = 512 * rows * 64 * 2 / 10
+    free = _attention(alone, backward=backward)
+    assert _attention(alone, backward=backward, feed_bytes=10.0) == pytest.approx(free + loaded)
+    assert _attention(four, backward=backward, feed_bytes=10.0) == pytest.approx(free + loaded / 4)
+
+
+@pytest.mark.parametrize("products", [25, 1])
+def test_under_a_causal_mask_the_last_block_is_the_longest(products: int) -> None:
+    # 8 blocks of 128 queries for each product; 1,024 keys, of which a query meets 576 on average
+    score = 128 * (4 * 64 / 1024 + 1 / 16)
+    even, longest = products * 8 / 100 * 576 * score, 1024 * score
+    one = _products(1024, 576, 64, products=products)
+    assert _attention(one) == pytest.approx(even + longest)
+    assert _attention(one, longest_first=True) == pytest.approx(max(even, longest))

@@ -190,16 +190,49 @@ def test_normalisation_of_a_batch_reads_twice_unless_the_cache_holds_its_channel
     assert seconds(100_000) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize(("form", "element_bytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2)])
-def test_channels_first_normalisation_is_as_slow_in_16_bits(form: str, element_bytes: int) -> None:
-    # 100,000 channels have as many blocks of threads, each of one element in 1,000 cycles: 16 bits move half the bytes in the same time.
-    shape, card = ProductSize(1, 100_000, 10**4, 0), Card.of(V100, tf32=False)
+@pytest.mark.parametrize(
+    ("form", "name", "bf16", "passes"),
+    [
+        ("fp32", "", False, 2),
+        ("fp16", "", False, 2),
+        ("fp32", "_backward", False, 2),
+        ("fp32", "", True, 2),  # what autocast leaves in FP32 is cuDNN's
+        ("fp16", "", True, 2),  # one pass, of twice the time
+        ("fp16", "_backward", True, 4),
+    ],
+)
+def test_a_block_of_threads_passes_over_each_channel(form: str, name: str, bf16: bool, passes: int) -> None:
+    # 100,000 channels of 10,000 elements; a block of threads takes 1,000 cycles for one
+    size = 4 if form == "fp32" else 2
+    shape, card = ProductSize(1, 100_000, 10**4, 0), Card.of(V100, tf32=False, bf16=bf16)
     first, last = (
-        _operation(form, moved=10**9 * element_bytes, shape=shape, name="native_batch_norm", channels_last=layout)
+        _operation(form, moved=10**9 * size, shape=shape, name=f"native_batch_norm{name}", channels_last=layout)
         for layout in (False, True)
     )
-    assert seconds_of(first, card, block_elements=1e-3) == pytest.approx(10**9 / (100 * 1.533e9), rel=0.01)
-    assert seconds_of(last, card, block_elements=1e-3) == pytest.approx(10**9 * element_bytes / 900e9, rel=1e-6)
+    assert seconds_of(first, card, block_elements=1e-3) == pytest.approx(passes * 10**7 / 1.533e9, rel=0.01)
+    assert seconds_of(last, card, block_elements=1e-3) == pytest.approx(10**9 * size / 900e9, rel=1e-6)
+    # all of it in the L2 cache, from which it comes sooner
+    found = seconds_of(first, card, block_elements=1e-3, l2_share=1e9)
+    assert found == pytest.approx(0.55 * passes * 10**7 / 1.533e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "tf32", "share"),
+    [
+        ("_scaled_dot_product_efficient_attention", "fp32", False, 495 / 989 / 3 * 0.629),
+        ("_scaled_dot_product_efficient_attention", "fp32", True, 495 / 989 / 3 * 0.629),
+        ("_scaled_dot_product_flash_attention", "bf16", True, 0.629),
+    ],
+)
+def test_attention_on_hopper_runs_with_older_instructions(name: str, form: str, tf32: bool, share: float) -> None:
+    shape = ProductSize(132, 128, 10**6, 128)
+    one = _operation(form, flops=1, shape=shape, name=name)
+    clock_hz = Card.of(H100, tf32=tf32).clock_hz
+    per_cycle = share * (H100.fp16_flops_per_s or 0.0) / 132 / clock_hz
+    cycles = 128 * 10**6 * (4 * 128 / per_cycle + 1 / 16)
+    assert seconds_of(one, Card.of(H100, tf32=tf32)) == pytest.approx(cycles / clock_hz, rel=2e-3)
+    third = Card.of(H100, tf32=tf32, flash_3=True)
+    assert (seconds_of(one, third) < seconds_of(one, Card.of(H100, tf32=tf32))) == (form == "bf16")
 
 
 def test_attention_multiplies_twice_and_takes_exponentials_between() -> None:

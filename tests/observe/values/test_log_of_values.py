@@ -11,13 +11,13 @@ import pytest
 from mezzo.errors import RecordError
 from mezzo.observe.values.log import (
     FOURTHS,
+    NO_COUNTERPART,
     NUMBERS,
     SKETCH,
     SQUARES,
-    UNKNOWN,
     Event,
     Output,
-    Read,
+    ValueRead,
     ValuesLog,
     distances,
     rounding,
@@ -34,7 +34,7 @@ FULL = Event(
     "blocks.1",
     "train.py:7",
     settings=("dtype=bf16", "[1, 2]"),
-    reads=(Read(0, 1, (5, 2, 3)), Read(1, 0, ())),
+    reads=(ValueRead(0, 1, (5, 2, 3)), ValueRead(1, 0, ())),
     outputs=(Output("bf16", (2, 3)), Output("int64", ())),
     row=4,
     draws=True,
@@ -146,7 +146,7 @@ def test_values_without_an_order_are_compared_by_their_sums_of_powers(
 
 def test_a_value_without_a_counterpart_is_not_apart() -> None:
     log = two((4,), (4,))
-    log.numbers[0, SQUARES] = UNKNOWN
+    log.numbers[0, SQUARES] = NO_COUNTERPART
     assert distances(log, log, 0, 1).tolist() == [0.0]
 
 

@@ -9,14 +9,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import TypeAlias
 
-from mezzo.observe.values.log import Event, Kind, ValuesLog, rows_of
+import numpy as np
+
+from mezzo.observe.values.log import (
+    FOURTHS,
+    NO_COUNTERPART,
+    NUMBERS,
+    ROUNDING,
+    SKETCH,
+    SQUARES,
+    Event,
+    EventKind,
+    Floats,
+    Output,
+    ValuesLog,
+    rows_of,
+)
 
 Pairs: TypeAlias = dict[int, int]
 """Events of the first run, each with the event of the second."""
-_PRODUCTS = frozenset(("addmm", "mm", "bmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot"))
+_PRODUCTS = frozenset(("addmm", "mm", "bmm", "baddbmm", "matmul", "linear", "mkl_linear", "mv", "addmv", "dot"))
 REARRANGES = frozenset(
     (
         "view",
@@ -33,8 +49,8 @@ REARRANGES = frozenset(
     )
 )
 """Operations that only move values."""
-_NAMED: tuple[Kind, ...] = ("weight", "buffer", "gradient", "update", "state", "point")
-_IN_ORDER: tuple[Kind, ...] = ("operation", "cast")
+_NAMED: tuple[EventKind, ...] = ("weight", "buffer", "gradient", "update", "state", "point")
+_IN_ORDER: tuple[EventKind, ...] = ("operation", "cast")
 
 
 def aligned(a: ValuesLog, b: ValuesLog) -> Pairs:
@@ -58,7 +74,7 @@ def _same_place(one: Event, other: Event) -> bool:
     )
 
 
-def _of_kind(log: ValuesLog, kind: Kind) -> list[int]:
+def _of_kind(log: ValuesLog, kind: EventKind) -> list[int]:
     return [n for n, event in enumerate(log.events) if event.kind == kind]
 
 
@@ -163,14 +179,14 @@ def _matches(first: list[Hashable], second: list[Hashable]) -> Iterator[tuple[in
         yield i + shared, j + shared, size
 
 
-def family(op: str) -> str:
-    """Return the name under which operations count as the same: products have one, whatever function computes them."""
-    return "product" if op in _PRODUCTS else op
+def family(kernel: str) -> str:
+    """Return the name under which operations count as the same: products have one, whatever kernel computes them."""
+    return "product" if kernel in _PRODUCTS else kernel
 
 
 def _function(event: Event) -> Hashable:
     """Return what operations have in common that compute the same: its name, its result's shape, and the length of its sums."""
-    return family(event.op), event.outputs[0].shape, event.flops, event.kind == "cast" and event.outputs[0].format
+    return family(event.kernel), event.outputs[0].shape, event.flops, event.kind == "cast" and event.outputs[0].format
 
 
 def _place(event: Event) -> Hashable:
@@ -197,3 +213,53 @@ def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
         [n for n in right if n not in taken], b, lambda e: (e.kind, e.step, e.outputs, int(b.hashes[e.row]))
     )
     return found | {n: same[key] for key, n in rest.items() if key in same}
+
+
+# A value with the same bits in all processes counts once: a weight, or a gradient after its reduction. Otherwise its processes are taken
+# for parts of one batch, whose norm follows from theirs. The parts may have any order, so such a value is compared without a sketch.
+
+
+def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
+    """Return the values of several processes as one log; rank 0's alone where they did not run the same operations."""
+    lead = logs[0]
+    if len(logs) == 1 or any([e.op for e in log.events] != [e.op for e in lead.events] for log in logs[1:]):
+        return lead
+    numbers, hashes = lead.numbers.copy(), lead.hashes.copy()
+    events: list[Event] = []
+    for n, event in enumerate(lead.events):
+        rows = lead.rows(n)
+        of_ranks = [log.numbers[log.rows(n)] for log in logs]
+        same = np.all([log.hashes[log.rows(n)] == lead.hashes[rows] for log in logs], axis=0)
+        outputs = list(event.outputs)
+        for place in np.flatnonzero(~same):
+            row = rows.start + int(place)
+            hashes[row] = 0
+            numbers[row] = _together([one[place] for one in of_ranks], outputs[place], outputs[0])
+            if event.phase == "backward":  # each process has the gradient of its own mean, and their mean is meant
+                numbers[row] *= _per_process(len(logs))
+            if outputs[place].shape[:1] == outputs[0].shape[:1] and outputs[0].shape:
+                shape = outputs[place].shape
+                outputs[place] = replace(outputs[place], shape=(len(logs) * shape[0], *shape[1:]))
+        flops = event.flops if same.all() else sum(log.events[n].flops for log in logs)
+        events.append(replace(event, outputs=tuple(outputs), flops=flops))
+    return ValuesLog(events, hashes, numbers, lead.points, lead.environment)
+
+
+def _together(parts: Sequence[Floats], output: Output, first: Output) -> Floats:
+    """Return the numbers of one value of several processes: parts of a batch, means over parts, or something that has no counterpart."""
+    whole: Floats = np.sum(parts, axis=0)
+    if not output.shape:  # the sketch of a mean is the mean of the sketches
+        whole = whole / len(parts)
+        whole[SQUARES], whole[FOURTHS] = (whole[SKETCH:] ** 2).sum(), (whole[SKETCH:] ** 4).sum()
+        return whole
+    whole[SKETCH:] = np.nan
+    if output.shape[:1] != first.shape[:1]:
+        whole[SQUARES] = NO_COUNTERPART
+    return whole
+
+
+def _per_process(ranks: int) -> Floats:
+    """Return by what the numbers of a value are multiplied if the value is divided by the number of processes."""
+    powers = np.ones(NUMBERS)
+    powers[[SQUARES, ROUNDING, FOURTHS]] = 2, 2, 4
+    return ranks**-powers

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.commands.diff.align import family
-from mezzo.commands.diff.judge import Beginning, Judged, bits_kept
+from mezzo.commands.diff.judge import Beginning, Parting, bits_kept
 from mezzo.commands.diff.record import (
     DiffBeginning,
     DifferentBy,
@@ -22,7 +22,7 @@ from mezzo.commands.diff.record import (
 )
 from mezzo.observe.values.log import LEAVES, SQUARES, Event, Floats, ValuesLog
 
-_MOST_LISTED = 12
+_MOST_PLACES = 12
 _BAND = 0.2
 """How far a ratio of probabilities may be from 1: the clip range of PPO (Schulman et al., arXiv:1707.06347, section 6.1)."""
 _SUMS_TO_ONE = 1e-2
@@ -30,7 +30,7 @@ _WHOLE = {"gradient": "gradients", "update": "updates", "state": "statistics"}
 
 
 def answer(
-    a: ValuesLog, b: ValuesLog, found: Judged, *, control: ValuesLog | None, control_of_b: bool
+    a: ValuesLog, b: ValuesLog, found: Parting, *, control: ValuesLog | None, control_of_b: bool
 ) -> dict[str, Any]:
     """Return the parts of a record that follow from two logs."""
     errors = _Errors(a, b, control if not control_of_b else None, control if control_of_b else None)
@@ -43,15 +43,15 @@ def answer(
         "num_identical": sum(apart == 0 for apart in found.distance.values()),
         "has_control": control is not None,
         "first": first,
-        "beginnings": [_beginning(a, b, one, found, errors) for one in found.beginnings[:_MOST_LISTED]],
+        "beginnings": [_beginning(a, b, one, found, errors) for one in found.beginnings[:_MOST_PLACES]],
         "outcomes": list(_outcomes(a, b, found)),
         "points": list(_points(a.points, b.points)),
         "growth": list(_growth(a, found)),
-        "unstable": [_place(a.events[n]) for n in found.unstable[:_MOST_LISTED]],
+        "unstable": [_place(a.events[n]) for n in found.unstable[:_MOST_PLACES]],
     }
 
 
-def verdict_of(a: ValuesLog, found: Judged) -> DiffVerdict:
+def verdict_of(a: ValuesLog, found: Parting) -> DiffVerdict:
     """Return the verdict on two runs."""
     kinds = {a.events[one.a].kind for one in found.beginnings}
     if found.beginnings:
@@ -91,7 +91,7 @@ def _place(event: Event) -> ValuePlace:
     )
 
 
-def _pair(a: ValuesLog, b: ValuesLog, n: int, other: int, found: Judged, errors: _Errors) -> ValuePair:
+def _pair(a: ValuesLog, b: ValuesLog, n: int, other: int, found: Parting, errors: _Errors) -> ValuePair:
     return ValuePair(
         a=_place(a.events[n]),
         b=_place(b.events[other]),
@@ -102,14 +102,14 @@ def _pair(a: ValuesLog, b: ValuesLog, n: int, other: int, found: Judged, errors:
     )
 
 
-def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Judged, errors: _Errors) -> DiffBeginning:
+def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Parting, errors: _Errors) -> DiffBeginning:
     pair = _pair(a, b, one.a, one.b, found, errors)
     return DiffBeginning(
         **pair.model_dump(),
         by=_by(a, b, one),
         settings=list(one.settings),
-        only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_LISTED:]],
-        only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_LISTED:]],
+        only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_PLACES:]],
+        only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_PLACES:]],
         num_alike=len(one.others),
     )
 
@@ -123,14 +123,14 @@ def _by(a: ValuesLog, b: ValuesLog, one: Beginning) -> DifferentBy:
         return "settings"
     if any(other.draws for other in drawn):
         return "random numbers"
-    if one.only_a or one.only_b or family(event.op) != family(b.events[one.b].op):
+    if one.only_a or one.only_b or family(event.kernel) != family(b.events[one.b].kernel):
         return "operations"
     if one.formats is not None:
         return "format"
     return "part" if one.parts else "values"
 
 
-def _outcomes(a: ValuesLog, b: ValuesLog, found: Judged) -> Iterable[DiffOutcome]:
+def _outcomes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[DiffOutcome]:
     """Yield losses, and all gradients, updates and statistics of a step taken together."""
     for n in found.pairs:
         event = a.events[n]
@@ -144,7 +144,7 @@ def _outcomes(a: ValuesLog, b: ValuesLog, found: Judged) -> Iterable[DiffOutcome
                 yield DiffOutcome(what=name, step=step, distance=whole_distance(a, b, of_step, found), allowed=allowed)
 
 
-def whole_distance(a: ValuesLog, b: ValuesLog, events: Iterable[int], found: Judged) -> float:
+def whole_distance(a: ValuesLog, b: ValuesLog, events: Iterable[int], found: Parting) -> float:
     """Return the relative distance of the results of several events taken together."""
     return together(a, {n: found.distance[n] for n in events})
 
@@ -158,7 +158,7 @@ def together(a: ValuesLog, shares: Mapping[int, float]) -> float:
     return math.sqrt(sum(shares[n] ** 2 * squares[n] for n in shares) / whole)
 
 
-def final_distance(a: ValuesLog, b: ValuesLog, found: Judged) -> float:
+def final_distance(a: ValuesLog, b: ValuesLog, found: Parting) -> float:
     """Return how far the second run is from where it should be, in what the first step leads to.
 
     That is the distance between values of one name in the second run, if it has any: generation from training. Else it is the distance
@@ -174,7 +174,7 @@ def final_distance(a: ValuesLog, b: ValuesLog, found: Judged) -> float:
     return max(found.distance.values(), default=0.0)
 
 
-def _growth(a: ValuesLog, found: Judged) -> Iterable[ModuleGrowth]:
+def _growth(a: ValuesLog, found: Parting) -> Iterable[ModuleGrowth]:
     """Yield the bits that agree where each module of the first step ends, in the order of the run."""
     last: dict[tuple[str, str], int] = {}
     for n in found.pairs:

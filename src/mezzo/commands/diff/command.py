@@ -60,9 +60,9 @@ def diff(
 ) -> None:
     """Find the operation from which on two runs differ by more than rounding, and what is different there.
 
-    Two policies, a commit and the script as it is, eager and compiled, one process and two, two values of an option, two scripts (mezzo
-    diff old.py new.py), or two records that mezzo run --fingerprints made (mezzo diff a/record.json b/record.json). The runs have the same
-    seeds and deterministic kernels.
+    Compares two policies, a commit with the script as it is, eager with compiled, one process with two, or two values of an option. A
+    second script takes the same arguments: mezzo diff old.py new.py. Records of mezzo run --fingerprints can come from two machines:
+    mezzo diff a/record.json b/record.json. All runs have the same seeds and deterministic kernels.
 
     What rounding explains is measured: the script runs once more, with its rounding errors mirrored at random.
 
@@ -164,7 +164,8 @@ def _finish_runs(
             began_s,
         )
         script.finish(record, folder)
-    raise typer.Exit(stop.exit_code or int(record.verdict not in _SAME))
+    own = record.run.exit_code or record.other.exit_code
+    raise typer.Exit(stop.exit_code or own or int(record.verdict not in _SAME))
 
 
 def _finish_records(script: Script, began_s: float) -> None:

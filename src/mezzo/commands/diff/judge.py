@@ -1,10 +1,10 @@
 """Decide what rounding explains of the difference of two runs, and where the rest began. Pure.
 
 How far rounding alone carries a value is measured, not assumed: a *control* run of one side has every rounding error mirrored at random
-(``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's, or
-that of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors is one.
-Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation, and
-leads to an outcome that is ``JUMP`` roundings apart.
+(``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's,
+the control's of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors
+is one. Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation,
+and leads to an outcome that is ``JUMP`` roundings apart.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, family
 from mezzo.observe.values.log import (
     LEAVES,
     OUTCOMES,
+    ROUNDING,
     SQUARES,
     Event,
     Floats,
-    Kind,
-    Read,
+    ValueRead,
     ValuesLog,
     distances,
     rounding,
 )
 
+_ADDS = frozenset(("add", "add_", "sub", "sub_", "sum", "accumulate_grad", "cat", "stack"))
+_ONLY_READ = ("cast", "gradient", "loss", "point", "state")
+_TINY = 1e-300
 TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
 """The growth of a distance in one operation that rounding hardly explains."""
 
 _KERNELS = ("foreach=", "fused=", "capturable=", "differentiable=")
-_COPIES: tuple[Kind, ...] = ("cast", "loss", "gradient", "state", "point")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Beginning:
 
 
 @dataclass(kw_only=True)
-class Judged:
+class Parting:
     """The difference of two runs."""
 
     pairs: Pairs
@@ -92,7 +94,7 @@ def judge(
     control: ValuesLog | None = None,
     control_of_b: bool = False,
     same_formats: bool = True,
-) -> Judged:
+) -> Parting:
     """Return where two runs part.
 
     Args:
@@ -104,21 +106,24 @@ def judge(
         same_formats: whether both were to compute in the same formats, so that a narrower one is a difference.
     """
     pairs = aligned(a, b)
-    found = Judged(pairs=pairs)
+    found = Parting(pairs=pairs)
     repeats = {} if again is None else _apart(a, again)
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
+    carried_a, carried_b = _carried(a), _carried(b)
     pooled = _of_updates(a, b, pairs, moved, of_b=control_of_b)
-    own_a, own_b, far, results = _roundings(a), _roundings(b), set[int](), dict[int, Floats]()
+    far, results = set[int](), dict[int, Floats]()
     for n, other in pairs.items():
         apart = results[n] = distances(a, b, n, other)
         noise = moved.get(other if control_of_b else n, np.zeros(1))
         reads = b.events[other].reads if control_of_b else a.events[n].reads
         before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
-        least = own_a[n] if same_formats else np.maximum(own_a[n], _fitting(own_b[other], apart))
+        least = np.maximum(rounding(a, n), carried_a[n])
+        if not same_formats:
+            least = np.maximum(least, np.maximum(_fitting(rounding(b, other), apart), carried_b[other]))
         if control is None:
             formats = np.maximum(JUMP * least, TIMES * _fitting(repeats.get(n), apart))
-            allowed = np.maximum(formats, JUMP * _carried(a, n, results))
+            allowed = np.maximum(formats, JUMP * _brought(a, n, results))
             if bool((apart > formats).any()):
                 far.add(n)
             if _follows(a.events[n], b.events[other], found):
@@ -141,10 +146,31 @@ def judge(
     return found
 
 
+def _carried(log: ValuesLog) -> list[float]:
+    """Return for each event the rounding of what it reads, relative to its result where that only moves, casts or adds its operands.
+
+    A sum of large values that cancel has their rounding. Everything else counts with the coarsest of its operands.
+    """
+    own = np.sqrt(np.array([log.numbers[log.rows(n), ROUNDING].sum() for n in range(len(log.events))]))
+    norms = np.sqrt(np.maximum([log.numbers[log.rows(n), SQUARES].sum() for n in range(len(log.events))], _TINY))
+    whole: Floats = own.copy()
+    found: list[float] = []
+    with np.errstate(invalid="ignore"):  # the norm of a mask of -inf
+        for n, event in enumerate(log.events):
+            reads = [one.event for one in event.reads if one.event < n]
+            before = float(np.sqrt((whole[reads] ** 2).sum()))
+            adds = event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS
+            share = before / norms[n] if adds else (whole[reads] / norms[reads]).max(initial=0.0)
+            found.append(float(np.nan_to_num(share, nan=0.0, posinf=0.0)))
+            if adds:
+                whole[n] = math.hypot(own[n], before)
+    return found
+
+
 def _of_updates(
     a: ValuesLog, b: ValuesLog, pairs: Pairs, moved: Mapping[int, Floats], *, of_b: bool
 ) -> dict[int, float]:
-    """Return how far the control moves the updates of each step: those of all parameters, because few elements decide.
+    """Return how far the control moves the updates of all parameters of each step, because few elements decide.
 
     Adam's first update is the sign of the gradient. So one element whose gradient is smaller than its rounding moves a bias of 64
     elements by a quarter, and no single draw says whether it will.
@@ -160,7 +186,7 @@ def _of_updates(
     return found
 
 
-def _follows(one: Event, other: Event, found: Judged) -> bool:
+def _follows(one: Event, other: Event, found: Parting) -> bool:
     """Return whether an update with the same settings follows gradients that differ."""
     same = one.kind == "update" and _without_kernels(one) == _without_kernels(other)
     return same and any(found.distance.get(read.event, 0.0) > 0 for read in one.reads)
@@ -217,7 +243,7 @@ def _lasting(a: ValuesLog, far: set[int], pairs: Pairs) -> set[int]:
     return lasting
 
 
-def _carried(a: ValuesLog, n: int, results: Mapping[int, Floats]) -> Floats:
+def _brought(a: ValuesLog, n: int, results: Mapping[int, Floats]) -> Floats:
     """Return how far each result may be because of what it reads: as far, or by as much where the result is smaller: a sum cancels."""
     relative = absolute = 0.0
     alone, known = _ancestors(a, n, results)
@@ -233,19 +259,8 @@ def _carried(a: ValuesLog, n: int, results: Mapping[int, Floats]) -> Floats:
     return np.maximum(relative, np.nan_to_num(shares, nan=0.0, posinf=0.0))
 
 
-def _roundings(log: ValuesLog) -> list[Floats]:
-    """Return the rounding that the format of each result explains: of a copy, also that of the value that it copies."""
-    found: list[Floats] = []
-    for n, event in enumerate(log.events):
-        own = rounding(log, n)
-        if event.kind in _COPIES or event.op in REARRANGES:
-            own = np.maximum(own, max((found[r.event].max(initial=0.0) for r in event.reads), default=0.0))
-        found.append(own)
-    return found
-
-
 def _beginnings(
-    a: ValuesLog, b: ValuesLog, found: Judged, beyond: set[int], *, same_formats: bool
+    a: ValuesLog, b: ValuesLog, found: Parting, beyond: set[int], *, same_formats: bool
 ) -> Iterable[Beginning]:
     back = {other: n for n, other in found.pairs.items()}
     tainted: set[int] = set()  # what is beyond rounding, and what was computed from it
@@ -312,14 +327,14 @@ def _counts(event: Event, *, casts: bool) -> bool:
 
 
 def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
-    if one.settings == other.settings or (one.kind == "operation" and family(one.op) != family(other.op)):
+    if one.settings == other.settings or (one.kind == "operation" and family(one.kernel) != family(other.kernel)):
         return ()
     if len(one.settings) == len(other.settings):
         return tuple((x, y) for x, y in zip(one.settings, other.settings, strict=True) if x != y)
     return ((", ".join(one.settings), ", ".join(other.settings)),)
 
 
-def _parts(reads: Sequence[Read], others: Sequence[Read], pairs: Pairs) -> bool:
+def _parts(reads: Sequence[ValueRead], others: Sequence[ValueRead], pairs: Pairs) -> bool:
     if len(reads) != len(others):
         return False
     return any(
@@ -332,7 +347,7 @@ def _parts(reads: Sequence[Read], others: Sequence[Read], pairs: Pairs) -> bool:
     )
 
 
-def _size(read: Read) -> int:
+def _size(read: ValueRead) -> int:
     return math.prod(read.part[1:])
 
 

@@ -303,11 +303,11 @@ def _lines_of(pair: ValuePair) -> tuple[str, ...]:
 def _next(record: DiffRecord) -> Iterator[NextStep]:
     commands = ScriptCommands(record.run, record.command)
     best = max(record.trials, key=lambda one: one.share, default=None)
-    if record.verdict == "failed":
+    if record.verdict == "failed" and record.mode != "scripts":
         yield from commands.alone("see whether the script also fails without Mezzo")
     elif record.mode == "policies" and record.verdict == "rounding" and best is not None and best.share > 0.5:
         yield from commands.step("train with what is nearest", "run", policy=best.policy)
-    elif record.mode == "policies":
+    elif record.mode == "policies" and record.verdict in ("rounding", "beyond rounding"):
         yield from commands.step("find the modules that have to stay in fp32", "fallback", policy=record.name_b)
     elif record.verdict in ("different data", "not repeatable"):
         yield from commands.again("after seeding what is random, compare again")

@@ -76,7 +76,7 @@ class PointDifference(Value):
     """Whether every row sums to 1 in probability."""
     kl: float | None = None
     """KL divergence of the second from the first, in nats: exact for rows of log-probabilities, else the estimate of Schulman
-    (``mean(exp(d) - 1 - d)``, "Approximating KL divergence", 2020) for those of the chosen tokens."""
+    (``mean(exp(d) - 1 - d)``, "Approximating KL divergence", 2020) where only chosen tokens have one."""
     outside: float | None = None
     """The share of values whose ratio of probabilities leaves ``band``."""
     band: float = 0.2

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from mezzo.children.signals import stoppable
+from mezzo.commands.diff.align import as_one
 from mezzo.commands.diff.answer import answer, final_distance
 from mezzo.commands.diff.judge import judge
-from mezzo.commands.diff.ranks import as_one, run_ranks
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
-from mezzo.launch.request import ModelChanges
+from mezzo.launch import runner
+from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.values.log import VALUES_NAME, ValuesLog
 from mezzo.policy import Policy
-from mezzo.records import RunRecord
+from mezzo.records import AnyRecord, RunRecord
 from mezzo.studies.loop import Study
+from mezzo.studies.side_by_side import output_of
 
 _FORMATS = {"bf16": "fp16", "fp16": "bf16"}
 _HELPS = 0.1
@@ -86,12 +92,16 @@ class DiffRuns:
         self.say(f"{name}: {side.name}")
         (folder / VALUES_NAME).unlink(missing_ok=True)
         runs = run_ranks(request, size=side.ranks) if side.ranks else [(request, self.study.record(request))]
-        record = next((one for _, one in runs if one.kind == "run" and one.error is not None), runs[0][1])
+        record = next((one for _, one in runs if isinstance(one, RunRecord) and one.exit_code), runs[0][1])
         assert isinstance(record, RunRecord)
         self.records[name] = record
         paths = [Path(one.record_path).with_name(VALUES_NAME) for one, _ in runs]
-        if record.error is not None or not all(path.is_file() for path in paths):
-            self.failed = self.failed or f"{side.name}: {record.error or 'no module was called'}"
+        if record.exit_code or not all(path.is_file() for path in paths):
+            why = (
+                record.error
+                or f"it ended with exit code {record.exit_code}; what it printed is in {output_of(runs[0][0])}"
+            )
+            self.failed = self.failed or f"{side.name}: {why}"
             return None
         log = as_one([ValuesLog.load(path) for path in paths])
         if not log.events:
@@ -182,3 +192,60 @@ def _first_step(log: ValuesLog) -> ValuesLog:
 def _half_bytes(outputs: Sequence[Any]) -> int:
     """Return the bytes by which results grow from 16 to 32 bits."""
     return sum(2 * prod(output.shape) for output in outputs)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(request: Request, *, size: int) -> list[tuple[Request, AnyRecord]]:
+    """Run a script in several processes of this machine, as ``torchrun`` would; if one fails, stop the others.
+
+    Returns:
+        The request and the record of each, rank 0's first.
+    """
+    requests = [_of_rank(request, rank, size=size, port=_free_port()) for rank in range(size)]
+    port = requests[0].variables["MASTER_PORT"]
+    requests = [one.model_copy(update={"variables": {**one.variables, "MASTER_PORT": port}}) for one in requests]
+    records: dict[int, AnyRecord] = {}
+    over = threading.Event()
+
+    def work(rank: int) -> None:
+        one = requests[rank]
+        with stoppable(), runner.shared_imports(prints_why_not=False):
+            record = runner.run_alone(one, output=output_of(one), interrupted=over.is_set)
+        records[rank] = record
+        if record.kind != "run" or record.error is not None:
+            over.set()
+
+    threads = [threading.Thread(target=copy_context().run, args=(work, rank)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [(requests[rank], records[rank]) for rank in range(size)]
+
+
+def _of_rank(request: Request, rank: int, *, size: int, port: int) -> Request:
+    path = Path(request.record_path)
+    folder = path.parent if rank == 0 else path.parent / f"rank-{rank}"
+    settings = request.observe
+    assert isinstance(settings, ValuesSettings)
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    values = settings.model_copy(update={"path": str(folder / Path(settings.path).name)})
+    changes = {"record_path": str(folder / path.name), "variables": variables, "observe": values}
+    return request.model_copy(update=changes)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

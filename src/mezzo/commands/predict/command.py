@@ -161,14 +161,9 @@ def predict(
     size = batch or _BATCH
     own = _cpu_calibration() if with_cpu else None
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
-    trace_script = partial(of_script, str(target), arguments or [], wanted, batch, as_module)
-    traced = trace_model(calibration=own) if target is None else trace_script(own)
+    trace_script = partial(of_script, str(target), arguments or [], wanted, batch, as_module, num_gpus=job.num_gpus)
+    traced = trace_model(calibration=own) if target is None else trace_script(calibration=own)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
-    if job.num_gpus > 1 and traced.framework != "torch":
-        raise UsageError(
-            f"--gpus-per-job {job.num_gpus} predicts PyTorch scripts, whose gradients and layers are known; {target} is none",
-            hint="leave it out: one GPU of the job computes what this prediction says",
-        )
     if channels_last and not traced.channels_last:
         tapes = {policy: pair.stored_channels_last() for policy, pair in traced.tapes.items()}
         plans = [replace(traced, tapes=tapes), *plans[1:]]
@@ -181,7 +176,7 @@ def predict(
     if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
     notes = [
-        _host_note(driver),
+        driver.note,
         *rates_used(predictions),
         *assumptions(channels_last, traced, job, only_options=target is None),
     ]
@@ -262,12 +257,6 @@ def _host(text: str) -> Host:
     return Host(operation_s=microseconds * 1e-6, source="requested by --host")
 
 
-def _host_note(host: Host) -> Note:
-    from mezzo.records import Note
-
-    return Note(what="host", value=f"{host.operation_s * 1e6:.3g} us for each operation", reason=host.source)
-
-
 def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: float | None) -> Prediction:
     """Return the prediction for ``policy``, with its cost where the price of one GPU is known."""
     from mezzo.measure.predict import plan
@@ -284,8 +273,9 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         data=traced.data,
         loader=traced.loader,
     )
-    if traced.checkpoint:  # no measured row has it
-        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
+    if traced.checkpoint:  # no row that was fitted to has it
+        unmeasured = {"validated": False, "not_validated": "measurements"}
+        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, **unmeasured})
     if price_per_hour is None or not prediction.possible:
         return prediction
     cost = cost_per_million(prediction.throughput, price_per_hour * where.job.num_gpus)

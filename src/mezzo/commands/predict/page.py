@@ -34,13 +34,6 @@ REAL_GPUS = "On a real GPU: predicted, not measured"
 def page(record: PredictRecord) -> Page:
     """Return what ``record`` says."""
     impossible = dict.fromkeys(verdict_text(one) for one in record.predictions if not one.possible)
-    unchecked = list(
-        dict.fromkeys(
-            f"{fmt.clean(one.gpu)} in {policy_and_plan(one)}"
-            for one in record.predictions
-            if one.possible and not one.validated and not one.calibrated
-        )
-    )
     memory = "Memory: allocated by tensors / reserved by torch's allocator / on the device."
     slurm = Code(text=fmt.clean("\n".join(record.slurm), keep_lines=True), copies="Copy the lines")
     return Page(
@@ -55,10 +48,7 @@ def page(record: PredictRecord) -> Page:
                     _grid(record),
                     Paragraph(text=" ".join(_limits(record)), faint=True),
                     Paragraph(text=" ".join(impossible), faint=True),
-                    Paragraph(
-                        text=f"Not validated, for want of measurements: {fmt.listed(unchecked)}." if unchecked else "",
-                        faint=True,
-                    ),
+                    Paragraph(text=" ".join(_not_validated(record)), faint=True),
                 ],
             ),
             Section(title="For Slurm", blocks=[slurm]),
@@ -211,6 +201,25 @@ def _limits(record: PredictRecord) -> Iterator[str]:
         yield "over: larger batches fit as well, but no measurement that predictions were compared with has one."
 
 
+_WHY_NOT = {"measurements": "for want of measurements", "host": "as no measured step is bound by the host"}
+
+
+def _not_validated(record: PredictRecord) -> Iterator[str]:
+    """Yield a sentence for each reason that no measurement vouches for rows, with the rows."""
+    rows: dict[str, list[str]] = {}
+    for one in record.predictions:
+        if one.possible and (reason := _why_not(one)):
+            rows.setdefault(reason, []).append(f"{fmt.clean(one.gpu)} in {policy_and_plan(one)}")
+    for reason, named in rows.items():
+        yield f"Not validated, {reason}: {fmt.listed(list(dict.fromkeys(named)))}."
+
+
+def _why_not(prediction: Prediction) -> str:
+    """Return why no measurement vouches for a prediction; empty if one does, or this machine's rates do."""
+    kind = prediction.not_validated or ("" if prediction.validated else "measurements")
+    return "" if prediction.calibrated and kind == "measurements" else _WHY_NOT.get(kind, "")
+
+
 def _fit(record: PredictRecord) -> list[Fact]:
     """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
     by_gpu: dict[str, list[Prediction]] = {}
@@ -317,14 +326,15 @@ def verdict_text(prediction: Prediction, trade: str = "") -> str:
     """Return whether the policy is worth it on its GPU, or else the ``trade`` of checkpointing, and what limits the prediction."""
     if not prediction.possible:
         return f"{fmt.clean(prediction.reason)}."
-    basis = "" if prediction.validated else "Not validated: no measurements to compare it with."
+    why_not = _why_not(prediction)
     notes = [
         "Does not fit." if prediction.fits is False else "",
         trade or prediction.verdict,
         f"{prediction.reason}." if prediction.reason else "",
         "The rates were measured on this machine; the band comes from its calibration."
         if prediction.calibrated
-        else basis,
+        else "",
+        f"Not validated, {why_not}." if why_not else "",
     ]
     return fmt.clean(" ".join(filter(None, notes)))
 

@@ -243,11 +243,22 @@ def of_script(
     policies: list[str],
     batch: int | None,
     as_module: bool,
+    *,
     calibration: Calibration | None = None,
+    num_gpus: int = 1,
 ) -> Traced:
-    """Return the tapes of a script, and its prediction for a calibrated CPU."""
+    """Return the tapes of a script, and its prediction for a calibrated CPU.
+
+    Raises:
+        UsageError: its framework is not predicted for a CPU, or for several GPUs.
+    """
     keep_input_for(target, as_module=as_module)
     framework = framework_of(target, kind="module" if as_module else "script")
+    if framework != _PYTORCH and num_gpus > 1:
+        raise UsageError(
+            f"--gpus-per-job {num_gpus} predicts PyTorch scripts, whose gradients and layers are known; {target} is none",
+            hint="leave it out: one GPU of the job computes what this prediction says",
+        )
     if framework != _PYTORCH and calibration is not None:
         raise UsageError(
             f"--gpus cpu predicts PyTorch, whose operations the calibration measured; {target} is none",

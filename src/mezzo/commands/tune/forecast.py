@@ -15,6 +15,7 @@ from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibrate import calibration_of
+from mezzo.measure.predict.host import host_of
 from mezzo.measure.predict.plan import failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.predict.tape_memory import predict_memory
@@ -89,6 +90,8 @@ def forecasts(
         except MezzoError as error:
             why = error.message.partition("\n")[0]
             notes.append(Note(what="not predicted", value=shown, reason=why))
+    if gpu is not None and found:
+        notes.append(host_of(gpu).note)
     return found, notes
 
 
@@ -100,7 +103,7 @@ def _forecast(traced: ScriptPlan, one: Configuration, gpu: Gpu | None) -> Foreca
     tapes = traced.tapes
     if one.channels_last and not traced.channels_last:
         tapes = {policy: pair.stored_channels_last() for policy, pair in tapes.items()}
-    prediction = predict(tapes, gpu, one.policy, batch=traced.batch, calibration=calibration_of(gpu))
+    prediction = predict(tapes, gpu, one.policy, batch=traced.batch, calibration=calibration_of(gpu), host=host_of(gpu))
     return Forecast(
         needed_bytes=prediction.allocated_bytes,
         step_ms=prediction.step_ms,

@@ -13,6 +13,7 @@
 
 #include "cpu_blocks.h"
 #include "cpu_exponents.h"
+#include "cpu_fingerprints.h"
 #include "cpu_formats.h"
 
 namespace {

@@ -29,7 +29,9 @@ from mezzo.library_files import cache_home
 from mezzo.temporary import folder_of_process
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
-_HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "formats"))
+_HEADERS = tuple(
+    Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "fingerprints", "formats")
+)
 _COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: it would drop the checks for NaN and infinity. Without contraction a*b+c rounds twice, as torch's kernels do.
 _FLAGS = [
@@ -82,7 +84,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 def _declare(lib: ctypes.CDLL) -> None:
     number, address = ctypes.c_int64, ctypes.c_void_p
     lib.mezzo_sum_of_squares.restype = ctypes.c_double
-    arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5}
+    arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5, "fingerprints": 6}
     for name, tables in arguments.items():
         getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
 
@@ -131,6 +133,27 @@ def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequenc
     mantissas = (ctypes.c_int32 * len(cuts))(*cuts)
     _lib().mezzo_exponents(count, *row, ctypes.addressof(mantissas), torch.get_num_threads())
     del table  # its memory must stay alive during the call
+
+
+def takes_fingerprint(tensor: Tensor) -> bool:
+    """Return whether ``fingerprint`` can read a tensor's memory, and the library was built."""
+    return tensor.is_cpu and tensor.dtype in _CODES and tensor.is_contiguous() and library()[0] is not None
+
+
+def fingerprint(tensor: Tensor, signs: Tensor, *, buckets: int) -> tuple[int, list[float]]:
+    """Return the hash of a contiguous tensor, then its sums of squares and of fourth powers and its sketch.
+
+    Args:
+        tensor: in FP32, FP16 or BF16.
+        signs: 1 or -1 for each element, in 8 bits.
+        buckets: the numbers of a sketch, as the source has them.
+    """
+    numbers, bits = (ctypes.c_double * (2 + buckets))(), ctypes.c_int64()
+    at = [tensor.data_ptr(), ctypes.addressof(numbers), ctypes.addressof(bits), tensor.numel(), _CODES[tensor.dtype]]
+    count, table, row = _table([[number] for number in at])
+    _lib().mezzo_fingerprints(count, *row, signs.data_ptr(), torch.get_num_threads())
+    del table  # its memory must stay alive during the call
+    return bits.value, list(numbers)
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:

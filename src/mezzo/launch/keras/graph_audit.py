@@ -21,6 +21,7 @@ import tensorflow as tf
 from mezzo.errors import ScriptError
 from mezzo.formats import FORMAT_NAMES, FP32, FP64, STORED_BYTES, TF32
 from mezzo.launch.keras import graphs
+from mezzo.launch.keras.products import PRODUCTS
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
@@ -104,7 +105,7 @@ class GraphAudit:
         """
         parts = [_NUMBERED.sub("", part) for part in f"{scope}/{op.name}".split("/")]
         place = self._place(parts)
-        is_product = op.type in graphs.PRODUCTS
+        is_product = op.type in PRODUCTS
         floats = [t for t in (*op.inputs, *op.outputs) if t.dtype.is_floating]
         if not floats or op.type in _HOLDS or (place is None and not is_product):
             return

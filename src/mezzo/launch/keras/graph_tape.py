@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from tensorflow.python.framework import function_def_to_graph
 
 from mezzo.formats import FORMAT_NAMES, STORED_BYTES
 from mezzo.launch.keras import graphs
-from mezzo.launch.keras.step_tape import StepTape, Untraceable, product_size
+from mezzo.launch.keras.products import PRODUCTS
+from mezzo.launch.keras.step_tape import StepTape, Untraceable
 from mezzo.measure.predict.step_graph import NodeKind, StepGraph, StepNode, words
 from mezzo.measure.predict.tape import NO_SHAPE, ProductSize, TapePhase
 
@@ -108,7 +109,7 @@ class _Walk:
                 known[op.outputs[0].name] = arguments[op.name]
                 continue
             called = [name for name in graphs.called_by(op) if name in self.library]
-            if called and op.type not in graphs.PRODUCTS:
+            if called and op.type not in PRODUCTS:
                 self._call(op, called, known, scope)
             else:
                 self._add(op, known, rewritten, scope)
@@ -192,14 +193,12 @@ class _Walk:
         """
         if op.type in _NAMES:
             return _NAMES[op.type], _normalised(op), 0
-        if op.type not in graphs.PRODUCTS:
+        if op.type not in PRODUCTS:
             return op.type, NO_SHAPE, 0
         self.num_products += 1
-        sizes = [None if t.shape.rank is None else tuple(t.shape.as_list()) for t in (*op.inputs, *op.outputs)]
-        inputs, outputs = sizes[: len(op.inputs)], sizes[len(op.inputs) :]
+        sizes, product = (*graphs.sizes_of(op), op.get_attr), PRODUCTS[op.type]
         try:
-            flops = graphs.PRODUCTS[op.type](inputs, outputs, op.get_attr)
-            return (*_PRODUCTS[op.type](inputs, outputs, op), flops)
+            return (*product.measured(*sizes), product.flops(*sizes))
         except (TypeError, IndexError) as error:
             raise Untraceable(f"the size of {op.type} {op.name} does not follow from the batch") from error
 
@@ -244,7 +243,7 @@ def _without_calls(parts: list[str], scope: str) -> list[str]:
 
 
 def _kind(op: Any, rewritten: _Rewritten) -> NodeKind:
-    if op.type in graphs.PRODUCTS:
+    if op.type in PRODUCTS:
         return "product"
     if op.type in _KERNELS or op.name in rewritten.gathered:
         return "kernel"
@@ -261,100 +260,3 @@ def _normalised(op: Any) -> ProductSize:
     at = 1 if op.type == "FusedBatchNormGradV3" else 0
     channels = _elements(op.inputs[2])
     return ProductSize(1, channels, _elements(op.inputs[at]) // max(1, channels), 0)
-
-
-# --- the sizes of products -----------------------------------------------------------------------------------------------------------
-
-Sizes: TypeAlias = Sequence[Any]
-Measured: TypeAlias = tuple[str, ProductSize]
-
-
-def _matmul(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-    (rows, columns), depth = outputs[0], inputs[0][0 if op.get_attr("transpose_a") else 1]
-    return "mm", ProductSize(1, rows, columns, depth)
-
-
-def _batch_matmul(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-    *batch, rows, columns = outputs[0]
-    depth = inputs[0][-2 if op.get_attr("adj_x") else -1]
-    if len(inputs[1]) == 2:  # one weight for the whole batch
-        return "mm", ProductSize(1, math.prod(batch) * rows, columns, depth)
-    return "bmm", ProductSize(math.prod(batch), rows, columns, depth)
-
-
-def _einsum(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-    terms, result = op.get_attr("equation").decode().replace(" ", "").split("->")
-    names = terms.split(",")
-    size: dict[str, int] = {}
-    for labels, shape in zip(names, inputs, strict=True):
-        size |= dict(zip(labels, shape, strict=False))
-    if len(names) != 2 or "." in terms:
-        return "mm", ProductSize(1, math.prod(outputs[0][:-1]), outputs[0][-1], 1)
-    left, right = (set(one) for one in names)
-    return product_size(
-        [size[one] for one in left & right & set(result)],
-        [size[one] for one in left - right],
-        [size[one] for one in right - left],
-        [size[one] for one in (left & right) - set(result)],
-    )
-
-
-def _convolved(x: Sizes, weight: Sizes, y: Sizes, op: Any, *, depthwise: bool) -> ProductSize:
-    first = "C" in (op.get_attr("data_format").decode())[:2]
-    channels, out = (x[1], y[1]) if first else (x[-1], y[-1])
-    window = math.prod(weight[:-2])
-    groups = channels if depthwise else max(1, channels // weight[-2])
-    depth = window if depthwise else weight[-2] * window
-    return ProductSize(groups, math.prod(y) // out, out // groups, depth, window)
-
-
-def _convolution(depthwise: bool) -> Callable[[Sizes, Sizes, Any], Measured]:
-    def measured(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-        return "convolution", _convolved(inputs[0], inputs[1], outputs[0], op, depthwise=depthwise)
-
-    return measured
-
-
-def _input_gradient(depthwise: bool) -> Callable[[Sizes, Sizes, Any], Measured]:
-    def measured(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-        x, weight, y = outputs[0], inputs[1], inputs[2]
-        return "convolution_input_gradient", of_input(_convolved(x, weight, y, op, depthwise=depthwise), x)
-
-    return measured
-
-
-def of_input(forward: ProductSize, x: Sizes) -> ProductSize:
-    """Return the size of the gradient of a convolution's input of shape ``x``."""
-    channels = forward.products * forward.depth // forward.window
-    rows = math.prod(x) // channels
-    return ProductSize(
-        forward.products, rows, channels // forward.products, forward.columns * forward.window, forward.window
-    )
-
-
-def _weight_gradient(depthwise: bool) -> Callable[[Sizes, Sizes, Any], Measured]:
-    def measured(inputs: Sizes, outputs: Sizes, op: Any) -> Measured:
-        forward = _convolved(inputs[0], outputs[0], inputs[2], op, depthwise=depthwise)
-        size = ProductSize(forward.products, forward.columns, forward.depth, forward.rows, forward.window)
-        return "convolution_weight_gradient", size
-
-    return measured
-
-
-_PRODUCTS: dict[str, Callable[[Sizes, Sizes, Any], Measured]] = {
-    "MatMul": _matmul,
-    "BatchMatMul": _batch_matmul,
-    "BatchMatMulV2": _batch_matmul,
-    "BatchMatMulV3": _batch_matmul,
-    "Einsum": _einsum,
-    "Conv2D": _convolution(depthwise=False),
-    "Conv2DBackpropInput": _input_gradient(depthwise=False),
-    "Conv2DBackpropFilter": _weight_gradient(depthwise=False),
-    "Conv3D": _convolution(depthwise=False),
-    "Conv3DBackpropInputV2": _input_gradient(depthwise=False),
-    "Conv3DBackpropFilterV2": _weight_gradient(depthwise=False),
-    "DepthwiseConv2dNative": _convolution(depthwise=True),
-    "DepthwiseConv2dNativeBackpropInput": _input_gradient(depthwise=True),
-    "DepthwiseConv2dNativeBackpropFilter": _weight_gradient(depthwise=True),
-}
-"""The name and size of each product, by its sizes and attributes."""

@@ -1,8 +1,7 @@
 """Count the products in a traced TensorFlow function from its graph: forward, backward, branches and called functions.
 
 A function is traced with unknown sizes, above all the batch size. Its graph is imported again with the batch size
-filled in, and TensorFlow's own shape inference propagates it. As in ``measure.flops``, a product counts as two operations (multiply and
-add). Both sides of a branch are counted, and one iteration of a loop's body.
+filled in, and TensorFlow's own shape inference propagates it. Both sides of a branch are counted, and one iteration of a loop's body.
 
 The activations are the forward tensors that are read by operations of the backward pass, named ``gradient_tape/...``: an upper
 bound of what the runtime keeps, because it may still simplify the graph.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,9 @@ from tensorflow.python.framework import function_def_to_graph, op_def_registry
 from tensorflow.python.framework.ops import EagerTensor
 
 from mezzo.formats import STORED_BYTES
+from mezzo.launch.keras.products import PRODUCTS
 from mezzo.launch.keras.state import reaches
 
-StaticShape = Sequence[int | None]
-Attribute = Callable[[str], Any]
 See = Callable[[Any, str, set[str]], None]
 BACKWARD = "gradient_tape/"
 _SOURCES = {"Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "BroadcastGradientArgs"}
@@ -193,14 +191,20 @@ class _Walk:
 
 def add(op: Any, counts: GraphCounts) -> None:
     """Add the FLOPs of a product to ``counts``."""
-    inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
+    inputs, outputs = sizes_of(op)
     operand = next((t.dtype.name for t in op.inputs if t.dtype.is_floating), None)
     if operand is None:
         return
     try:
-        counts.flops[operand] += PRODUCTS[op.type](inputs, outputs, op.get_attr)
+        counts.flops[operand] += PRODUCTS[op.type].flops(inputs, outputs, op.get_attr)
     except (TypeError, IndexError):  # an unknown size or rank
         counts.unknown += 1
+
+
+def sizes_of(op: Any) -> tuple[list[Any], list[Any]]:
+    """Return the sizes of an operation's inputs and results."""
+    inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
+    return inputs, outputs
 
 
 def called_by(op: Any) -> Iterator[str]:
@@ -247,76 +251,3 @@ def _bytes(tensor: Any) -> int:
 
 def _sizes(tensor: Any) -> tuple[int | None, ...] | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
-
-
-# --- the FLOPs of each operation ---------------------------------------------------------------------------------------------------
-
-
-def _matmul(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    inner = inputs[0][0 if attribute("transpose_a") else 1]
-    return int(2 * math.prod(outputs[0]) * inner)
-
-
-def _batch_matmul(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    inner = inputs[0][-2 if attribute("adj_x") else -1]
-    return int(2 * math.prod(outputs[0]) * inner)
-
-
-def _einsum(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    equation = attribute("equation")
-    text = equation.decode() if isinstance(equation, bytes) else str(equation)
-    sizes: dict[str, int] = {}
-    in_ellipsis = 1  # the product of the sizes that an ellipsis stands for
-    for names, shape in zip(text.split("->")[0].split(","), inputs, strict=True):
-        before, dots, after = names.strip().partition("...")
-        end = len(shape) - len(after)
-        sizes |= dict(zip(before, shape, strict=False)) | dict(zip(after, shape[end:], strict=True))
-        in_ellipsis = max(in_ellipsis, math.prod(shape[len(before) : end]) if dots else 1)
-    return int(2 * math.prod(sizes.values()) * in_ellipsis) if len(inputs) > 1 else 0
-
-
-def _convolution(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    return _convolved(outputs[0], inputs[1])
-
-
-def _input_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    return _convolved(inputs[2], inputs[1])
-
-
-def _weight_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-    return _convolved(inputs[2], outputs[0])
-
-
-def _convolved(result: Any, weight: Any) -> int:
-    # Every element of the result is a sum over all dimensions of the weight but the last, the output channels.
-    return int(2 * math.prod(result) * math.prod(weight[:-1]))
-
-
-def _depthwise(
-    count_dense: Callable[[Any, Any, Attribute], int], weight: int | None
-) -> Callable[[Any, Any, Attribute], int]:
-    def counted(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-        # A depthwise weight is (*kernel, channels, multiplier), and the channels are not summed over.
-        channels = (outputs[0] if weight is None else inputs[weight])[-2]
-        return count_dense(inputs, outputs, attribute) // int(channels)
-
-    return counted
-
-
-PRODUCTS: dict[str, Callable[[Any, Any, Attribute], int]] = {
-    "MatMul": _matmul,
-    "BatchMatMul": _batch_matmul,
-    "BatchMatMulV2": _batch_matmul,
-    "BatchMatMulV3": _batch_matmul,
-    "Einsum": _einsum,
-    "Conv2D": _convolution,
-    "Conv2DBackpropInput": _input_gradient,
-    "Conv2DBackpropFilter": _weight_gradient,
-    "Conv3D": _convolution,
-    "Conv3DBackpropInputV2": _input_gradient,
-    "Conv3DBackpropFilterV2": _weight_gradient,
-    "DepthwiseConv2dNative": _depthwise(_convolution, 1),
-    "DepthwiseConv2dNativeBackpropInput": _depthwise(_input_gradient, 1),
-    "DepthwiseConv2dNativeBackpropFilter": _depthwise(_weight_gradient, None),
-}
-"""The FLOP formula of each operation, from the sizes of its inputs and results and from its attributes."""

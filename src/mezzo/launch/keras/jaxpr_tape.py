@@ -33,6 +33,7 @@ _KERNELS = words(
 _RANDOM = words("random_bits random_seed random_fold_in random_split threefry2x32 rng_uniform rng_bit_generator")
 _NOTHING = words("iota debug_callback io_callback pure_callback")
 _WRAPPERS = re.compile(r"\w+\(|\)")
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
@@ -120,7 +121,7 @@ class _Walk:
         known |= dict(zip(equation.outvars, outputs, strict=True))
         given = (known.get(variable) for variable in equation.invars if not hasattr(variable, "val"))
         kind, backward = equation.primitive.name, "transpose(" in path
-        name, shape, flops = _measured(equation, backward=backward)
+        name, shape, flops = measured(equation, backward=backward)
         gathered = sum(self._found.values[n].size_bytes for n in outputs if n is not None)
         node = StepNode(
             kind=_kind(kind),
@@ -139,8 +140,8 @@ class _Walk:
         self._found.nodes.append(node)
 
 
-def _measured(equation: Any, *, backward: bool) -> tuple[str, ProductSize, int]:
-    """Return an operation's name in tapes, the size of its product, and its FLOPs."""
+def measured(equation: Any, *, backward: bool = False) -> tuple[str, ProductSize, int]:
+    """Return an operation's name in tapes, the size of its product, and its FLOPs: two for each multiplication and addition."""
     name = equation.primitive.name
     if name == "dot_general":
         (shown, shape), flops = _dot(equation)
@@ -151,8 +152,13 @@ def _measured(equation: Any, *, backward: bool) -> tuple[str, ProductSize, int]:
     return shown, shape, flops
 
 
+def is_product(equation: Any) -> bool:
+    """Return whether an equation is a product."""
+    return equation.primitive.name in _PRODUCTS
+
+
 def _kind(name: str) -> NodeKind:
-    if name in ("dot_general", "conv_general_dilated"):
+    if name in _PRODUCTS:
         return "product"
     if name in _KERNELS or name.startswith("scatter"):
         return "kernel"

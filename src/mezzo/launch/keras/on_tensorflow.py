@@ -26,6 +26,7 @@ from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.graph_tape import step_graph
+from mezzo.launch.keras.products import PRODUCTS
 from mezzo.launch.keras.state import Backend, CountedStep, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -343,10 +344,10 @@ class TensorFlowBackend(Backend):
 
     def _see(self, kind: Any, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
         name = kind.decode() if isinstance(kind, bytes) else str(kind)
-        if self._counting is not None and name in graphs.PRODUCTS:
+        if self._counting is not None and name in PRODUCTS:
             settings = dict(zip(attrs[::2], attrs[1::2], strict=False)) if attrs else {}
             shapes = [tuple(t.shape) for t in inputs], [tuple(t.shape) for t in outputs]
-            flops = graphs.PRODUCTS[name](*shapes, settings.get)
+            flops = PRODUCTS[name].flops(*shapes, settings.get)
             floats = next((t.dtype for t in inputs if t.dtype.is_floating), None)
             if floats is not None:
                 self._counting[floats.name] += flops

@@ -156,9 +156,9 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
 
         return Fallback(settings, run)
     if isinstance(settings, ValuesSettings):
-        from mezzo.observe.values.observer import Values
+        from mezzo.observe.values.observer import RecordedValues
 
-        return Values(settings, run)
+        return RecordedValues(settings, run)
     from mezzo.observe.audit.observer import Audit
 
     return Audit(settings, run)

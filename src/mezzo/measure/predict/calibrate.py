@@ -36,6 +36,8 @@ from mezzo.records.files import write_whole
 _REPEATS = 5
 _STEADY = 1.02
 """Repeats end when the two fastest differ by no more than this factor: another would change the least by less."""
+_LEAST_S = 0.1
+"""The least time for the repeats of a step: the first ones of a step of a millisecond fill caches, and agree with each other."""
 _PROBE_S = 2.5
 """The most time for one probe's repeats; each probe is repeated in two ways."""
 _ALL_S = 100.0
@@ -89,11 +91,15 @@ def saved_calibration(device: str) -> Calibration | None:
 
 def calibration_of(gpu: Gpu) -> Calibration | None:
     """Return the saved calibration of this machine's GPU if that is a ``gpu``."""
+    return saved_calibration(device_name("cuda")) if is_here(gpu) else None
+
+
+def is_here(gpu: Gpu) -> bool:
+    """Return whether this machine has a GPU of the kind ``gpu``."""
     if not torch.cuda.is_available():
-        return None
-    name = device_name("cuda")
-    found = find_gpu(name)
-    return saved_calibration(name) if found is not None and found.name == gpu.name else None
+        return False
+    found = find_gpu(device_name("cuda"))
+    return found is not None and found.name == gpu.name
 
 
 def rates_used(predictions: Sequence[Prediction]) -> list[Note]:
@@ -223,8 +229,14 @@ def _steady(seconds: Sequence[float]) -> bool:
 def least_seconds(step: Callable[[], Any], kind: str, *, most_s: float) -> float:
     """Return the least seconds of ``step`` over repeats of ``most_s`` in all: CPU time of the thread, or elapsed on a GPU."""
     found: list[float] = []
-    stop = time.monotonic() + most_s
-    while len(found) < 3 or (len(found) < 4 * _REPEATS and time.monotonic() < stop and not _steady(found)):
+    begun = time.monotonic()
+    least, stop = begun + min(_LEAST_S, most_s), begun + most_s
+
+    def goes_on() -> bool:
+        now = time.monotonic()
+        return now < least or (len(found) < 4 * _REPEATS and now < stop and not _steady(found))
+
+    while len(found) < 3 or goes_on():
         clock = time.thread_time if kind == "cpu" else time.perf_counter
         begin = clock()
         step()
@@ -418,16 +430,20 @@ def _words(batch: int, length: int, words: int) -> tuple[Tensor, Tensor]:
 
 
 def probes(scale: int = 1) -> Iterator[Probe]:
-    """Yield the trainings, their batches ``scale`` times as large: what keeps a CPU's core busy does not fill a GPU."""
+    """Yield the trainings, their batches ``scale`` times as large: what keeps a CPU's core busy does not fill a GPU.
+
+    Of each kind of layer one is tiny, which shows what an operation costs however small it is.
+    """
     sgd: Any = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
     adam: Any = partial(torch.optim.AdamW, lr=1e-4)
-    for width, batch, size in ((16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):
+    for width, batch, size in ((4, 2, 32), (16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):
         yield Probe("convolutional", partial(_convolutional, width), partial(_pictures, batch * scale, size), sgd)
     for width, batch, size in ((32, 8, 96), (64, 4, 64), (128, 4, 64)):
         yield Probe("bottlenecks", partial(_bottlenecks, width), partial(_pictures, batch * scale, size), adam)
     for width, batch, size, window in ((8, 8, 64, 3), (16, 4, 64, 3), (24, 8, 96, 5), (48, 16, 32, 3), (96, 16, 32, 5)):
         yield Probe("mobile", partial(_mobile, width, window), partial(_pictures, batch * scale, size), adam)
     for width, batch, length, words, dropout in (
+        (32, 2, 8, 64, 0.0),
         (128, 4, 32, 1000, 0.0),
         (192, 8, 128, 2000, 0.1),
         (384, 4, 128, 8000, 0.1),
@@ -438,11 +454,11 @@ def probes(scale: int = 1) -> Iterator[Probe]:
             partial(_words, batch * scale, length, words),
             adam,
         )
-    for width, batch, depth in ((256, 32, 3), (1024, 16, 3), (2048, 128, 3), (4096, 4, 1)):
+    for width, batch, depth in ((24, 4, 2), (256, 32, 3), (1024, 16, 3), (2048, 128, 3), (4096, 4, 1)):
         yield Probe("dense", partial(_dense, width, nn.ReLU, depth), partial(_vectors, batch * scale, width), sgd)
         yield Probe("dense", partial(_dense, width, nn.Tanh, depth), partial(_vectors, batch * scale, width), adam)
     yield Probe("large", partial(nn.Linear, 6144, 6144), partial(_vectors, 4 * scale, 6144), adam)
-    for width, batch, length in ((64, 16, 16), (128, 16, 32), (256, 32, 32)):
+    for width, batch, length in ((24, 2, 6), (64, 16, 16), (128, 16, 32), (256, 32, 32)):
         yield Probe("recurrent", partial(_Recurrent, width), partial(_vectors, batch * scale, length, width), adam)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -49,6 +50,11 @@ _LAYOUTS: dict[Any, tuple[int, ...]] = {
 }
 """Operations whose time depends on the layout, with the places of the operands that decide it."""
 _PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_ON_LISTS = ("_foreach_", "_fused_")
+_CHUNK, _CHUNKS = 65536, 320
+"""Elements of a chunk of an operation on lists, and the chunks of a kernel (torch's ``MultiTensorApply.cuh``)."""
+_TENSORS = (110, 64, 48, 36, 30)
+"""Tensors of each list in a kernel, by the number of lists."""
 _LOADED_BYTES = 16
 """What a thread loads at once where the address allows it."""
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
@@ -69,7 +75,8 @@ def operations_of(
         return []
     inputs = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
     outputs = tensors_in(result)
-    if all(t.dim() == 0 for t in (*inputs, *outputs)):
+    counts_batches = packet is aten.add_ and phase == "forward"  # batch normalisation, on the device
+    if all(t.dim() == 0 for t in (*inputs, *outputs)) and not counts_batches:
         return []
     form = _format(inputs or outputs)
     if packet is aten.convolution_backward:
@@ -94,9 +101,21 @@ def operations_of(
         channels_last=packet in _LAYOUTS and _is_channels_last(args, _LAYOUTS[packet]),
         unaligned=packet in _PRODUCTS and any(map(_is_unaligned, (*inputs, *outputs))),
     )
+    if packet.__name__.startswith(_ON_LISTS) and gpu:
+        return [found, *[replace(found, read_bytes=0, written_bytes=0)] * (_num_kernels(args, result) - 1)]
     if not bias:
         return [found]
     return [found, CostedOperation("add_", phase, module, form, 0, found.written_bytes, found.written_bytes)]
+
+
+def _num_kernels(args: Sequence[Any], result: Any) -> int:
+    """Return how many kernels compute an operation on lists of tensors: each takes so many tensors, and so many chunks of them."""
+    lists: list[Sequence[Tensor]] = [
+        part for part in (*args, result) if isinstance(part, (list, tuple)) and part and isinstance(part[0], Tensor)
+    ]
+    chunks = sum(math.ceil(tensor.numel() / _CHUNK) for tensor in lists[0])
+    most = _TENSORS[min(len(lists), len(_TENSORS)) - 1]
+    return max(math.ceil(len(lists[0]) / most), math.ceil(chunks / _CHUNKS))
 
 
 def _is_channels_last(args: Sequence[Any], places: Sequence[int]) -> bool:

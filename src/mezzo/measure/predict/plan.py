@@ -172,9 +172,8 @@ def predict(
         policy=policy,
         possible=True,
         reason=f"{gpu.label} has no TF32: this is FP32" if is_fp32 else step.note,
-        validated=job == ALONE
-        and policy_tapes.of_measured_framework
-        and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
+        validated=not (why_not := _not_validated(step, conditions, policy_tapes, "fp32" if is_fp32 else policy)),
+        not_validated=why_not,
         calibrated=conditions.calibration is not None,
         step_ms=step.seconds * 1e3,
         captured_ms=step.captured_s * 1e3,
@@ -196,6 +195,16 @@ def predict(
         over_tf32=over_tf32,
         verdict=sentence,
     )
+
+
+def _not_validated(
+    step: PredictedStep, conditions: Conditions, tapes: Tapes, precision: str
+) -> Literal["", "measurements", "host"]:
+    """Return why the measurements behind the constants do not vouch for ``step``; empty if they do."""
+    covered = fitted().covers(conditions.gpu.architecture, precision)
+    if conditions.job != ALONE or not tapes.of_measured_framework or not covered:
+        return "measurements"
+    return "host" if step.is_bound_by_host else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,11 +53,12 @@ class MachineRates:
     scale: float = 1.0
     """Seconds of whole steps over the sum of their operations' seconds, without ``between_s``."""
     between_s: float = 0.0
-    """Seconds between two operations: autograd and Python."""
+    """Seconds between two operations, autograd's and Python's, less what timing one costs: below 0 where that is more."""
 
     def seconds(self, operations: Sequence[CostedOperation]) -> NDArray[np.float64]:
         """Return the seconds of each operation in a running step."""
-        return np.array([self.line(op).seconds(op) * self.scale + self.between_s for op in operations])
+        alone = np.array([self.line(op).seconds(op) for op in operations])
+        return np.maximum(0.0, alone * self.scale + self.between_s)
 
     def line(self, operation: CostedOperation) -> CostLine:
         """Return the line of the operation's kind, or of its class if its kind was not timed."""
@@ -81,8 +82,10 @@ class MachineRates:
         for operations, seconds in steps:
             rows.append([sum(self.line(op).seconds(op) for op in operations) / seconds, len(operations) / seconds])
             target.append(1.0)
-        scale, between = _nonnegative_solution(np.array(rows), np.array(target))
-        return MachineRates(self.lines, scale=scale, between_s=between)
+        columns = np.array(rows)
+        unit = np.abs(columns).max(axis=0)
+        scale, between = np.linalg.lstsq(columns / unit, np.array(target), rcond=None)[0] / unit
+        return MachineRates(self.lines, scale=float(scale), between_s=float(between))
 
 
 _MAPPED_BYTES = 32 << 20

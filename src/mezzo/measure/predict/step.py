@@ -86,7 +86,8 @@ class PredictedStep:
         self.communication_s = job.communication_s(tape, gpu)
         self.tape = job.tape_of_rank(tape)
         ops, constants = Columns.of(self.tape.operations), fitted().constants
-        card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms)
+        half = "bf16" if policy == FP8 else policy.split("-")[0]  # FP8 leaves the other operations in BF16
+        card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms, bf16=half == "bf16")
         found = operation_bounds(ops, card, constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
         rates = conditions.rates(policy)
@@ -115,9 +116,14 @@ class PredictedStep:
         self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
         self.operation_s[indices] = bounds.total
 
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether the host needs longer for the step's operations than the GPU."""
+        return self.host_s > self.device_s
+
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
-        if self.host_s > self.device_s:
+        if self.is_bound_by_host:
             return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
         return shares_by_kind(self.operation_s, self.kinds())
 

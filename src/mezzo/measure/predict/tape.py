@@ -7,8 +7,9 @@ each operation is a constant plus a multiple of the batch, or of its square wher
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from mezzo.errors import UsageError
@@ -38,8 +39,8 @@ class ProductSize(NamedTuple):
     """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
 
     A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. An attention is its products of
-    queries and keys; the columns are the keys that a query meets on average. A normalisation has a row for each channel, a column for each
-    element of a channel, and no depth. All zeros for other operations.
+    queries and keys; the columns are the keys that a query meets on average, and ``window`` the heads that share their keys, if any do.
+    A normalisation has a row for each channel, a column for each element of a channel, and no depth. All zeros for other operations.
     """
 
     products: int = 0
@@ -168,10 +169,16 @@ def _is_curved(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return min(y1, y2) > 0 and slope * b1 - y1 > slope * _MOST_OMITTED
 
 
+def _without_order(events: Sequence[int]) -> list[int]:
+    """Return events with each run of releases in one order: autocast drops its cache of casts in the order of their addresses."""
+    runs = groupby(events, key=lambda event: event < 0)
+    return [event for freed, run in runs for event in (sorted(run) if freed else run)]
+
+
 def check_same_steps(one: TrainingTape, other: TrainingTape) -> None:
     """Raise UsageError unless the tapes have the same blocks and operations in the same order."""
     same = (
-        one.events == other.events
+        _without_order(one.events) == _without_order(other.events)
         and [block.kind for block in one.blocks] == [block.kind for block in other.blocks]
         and [operation.name for operation in one.operations] == [operation.name for operation in other.operations]
     )

@@ -10,8 +10,10 @@ idle. Multiprocessors that share their loads need fewer bytes each. Where there 
 its parts are added; or the steps of all tiles are dealt out evenly (stream-K: Osama et al. 2023, arXiv 2301.03598). A library has kernels
 for all of these and chooses well, so the least of their times is taken.
 
-Fused attention works on 128 queries at a time and meets all of their keys. The exponential of each score runs in units of their own, 16 a
-cycle (CUDA's programming guide), between two products: the three do not overlap (Dao 2023, arXiv 2307.08691).
+Fused attention works on 128 queries at a time and meets all of their keys, which it loads. The exponential of each score runs in units of
+their own, 16 a cycle (CUDA's programming guide), between two products: none of these overlap (Dao 2023, arXiv 2307.08691). Under a causal
+mask the last queries meet the most keys. FlashAttention 2 begins with the first queries, so a long block may run alone at the end; its
+backward pass and FlashAttention 3 begin with the longest blocks.
 
 Limits: one tile at a time on a multiprocessor, loads without conflicts, and no rest of a tile that a smaller kernel computes.
 """
@@ -55,7 +57,7 @@ class TiledProducts:
     """Of one multiprocessor."""
     multiprocessors: Array
     sharing: Array
-    """Multiprocessors that share what they load."""
+    """Multiprocessors that share what they load; of an attention, heads that do."""
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> TiledProducts:
         """Return the chosen ones."""
@@ -101,15 +103,32 @@ def _cycles(p: TiledProducts, tile: tuple[int, int], split: int, feed_bytes: flo
     return steps + partial_bytes / (p.multiprocessors * feed_bytes)
 
 
-def attention_cycles(products: TiledProducts, backward: NDArray[np.bool_], *, fill_cycles: float) -> Array:
+def attention_cycles(
+    products: TiledProducts,
+    backward: NDArray[np.bool_],
+    *,
+    feed_bytes: float,
+    fill_cycles: float,
+    longest_first: NDArray[np.bool_],
+) -> Array:
     """Return the cycles of fused attentions.
 
     Args:
-        products: of queries and keys; columns are the keys that a query meets.
+        products: of queries and keys; columns are the keys that a query meets on average.
         backward: which of them are backward passes, of five products rather than two.
+        feed_bytes: what one multiprocessor loads in a cycle.
         fill_cycles: cycles of a block in which its units wait.
+        longest_first: which of them start with the blocks that meet the most keys.
     """
     p = products
-    waves = np.ceil(p.products * np.ceil(p.rows / ATTENTION_ROWS) / p.multiprocessors)
-    score = np.where(backward, 10, 4) * p.depth / p.flops_per_cycle + 1 / _EXPONENTIALS
-    return waves * (ATTENTION_ROWS * p.columns * score + fill_cycles)
+    score = ATTENTION_ROWS * (np.where(backward, 10, 4) * p.depth / p.flops_per_cycle + 1 / _EXPONENTIALS)
+    # a block loads two rows for each of its keys; a backward pass also adds to the queries' gradients
+    score = score + np.where(backward, 4, 2) * p.depth * p.element_bytes / (p.sharing * feed_bytes)
+    # under a causal mask the last queries meet all keys
+    causal = (p.rows > ATTENTION_ROWS) & (p.columns == (p.rows + ATTENTION_ROWS) // 2)
+    longest = np.where(causal, p.rows, p.columns) * score + fill_cycles
+    waves = p.products * np.ceil(p.rows / ATTENTION_ROWS) / p.multiprocessors
+    even = waves * (p.columns * score + fill_cycles)
+    uneven = np.where(longest_first, np.maximum(even, longest), even + longest)
+    result: Array = np.where(causal, uneven, np.ceil(waves) * longest)
+    return result

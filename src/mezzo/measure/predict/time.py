@@ -8,12 +8,17 @@ The formulas follow from first principles, with a few constants (``constants``) 
 - The arithmetic of products, convolutions and attention is in ``tiles``. Its unit is the matrix unit of the operands' format. FP32 runs
   in TF32 where the policy allows it. Depthwise convolutions do not use matrix units.
 - In FP32, a convolution of 3 x 3 multiplies less where cuDNN may try its algorithms (``torch.backends.cudnn.benchmark``): Winograd's then
-  wins. Without trials, which is torch's default, cuDNN's heuristics take products.
+  wins. Without trials, which is torch's default, cuDNN 9's heuristics take products; cuDNN 8's often guessed Winograd's.
 - A convolution of channels-first tensors on matrix units is preceded by copies to channels-last and followed by one back.
 - torch's kernels of one element at a time, all but products, move a bounded number of elements in a cycle, whatever their size: in 16 bits
   they do not reach the bandwidth of GPUs with fast memory.
 - A normalisation reads its operands twice. Over a batch it does so channel by channel, except for what stays in the L2 cache between the
-  two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads loads one element at a time.
+  two passes: each multiprocessor works on a channel of its own. Channels-first, a block of threads passes over a channel twice, and
+  waits for what it loads: from the L2 cache it comes sooner.
+- torch normalises batches in BF16 with kernels of its own, not with cuDNN's (``ATen/native/Normalization.cpp``). They are slower channel
+  by channel, but their forward pass has only the sums so.
+- Attention in FP32 is memory-efficient attention, which computes each product as three in TF32 where there are matrix units for TF32,
+  whether or not the policy allows it (``OpMultiplyAddFastF32``, xFormers' ``gemm_kernel_utils.h``).
 - Operands and results that fit into a share of the L2 cache are found there.
 - A board whose power is small for its multiprocessors and clock keeps a lower clock: power grows with about its square.
 - Before compute capability 8.0, loads into shared memory are not asynchronous, and 16-bit products wait for them.
@@ -44,14 +49,22 @@ LATENCY_S = 4e-6
 """From the end of one kernel to the start of the next: the shortest products of the public tables."""
 _NARROW = ("7.0", "7.5", "8.0")
 """Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
-_GROUP_COLUMNS = 16
-"""Channels of a group that a grouped convolution computes together."""
 _SHARING = {"9.0": 2, "10.0": 4}
 """Multiprocessors that share what they load, by compute capability: a cluster of two on Hopper; on Blackwell a cluster of two pairs,
 each of which computes one tile (NVIDIA's tuning guides)."""
-_TURNED_TF32 = {"9.0": 0.629}
-"""Rate of TF32 products whose operands do not lie along the sum, as in all gradients. Hopper's ``wgmma`` takes TF32 only along the sum (PTX
-ISA), so they run with ``mma``, which reaches 62.9% of the peak (Luo et al. 2024, arXiv 2402.13499)."""
+_MMA = {"9.0": 0.629}
+"""Rate of ``mma`` over the peak, which needs Hopper's ``wgmma`` (Luo et al. 2024, arXiv 2402.13499). TF32 products whose operands do not
+lie along the sum, as in all gradients, run with ``mma``, because ``wgmma`` takes TF32 only along the sum (PTX ISA); so does attention but
+for FlashAttention 3."""
+_TF32_PRODUCTS = 3
+"""Products in TF32 for one in FP32."""
+_L2_LATENCY = 0.55
+"""Cycles of a load from the L2 cache over one from memory: about 260 and 470 on an A100 and an H100 (arXiv 2402.13499)."""
+_PASSES = 2
+"""Passes of a normalisation over its channels, forward and backward."""
+_OWN_PASS = 2
+"""Time of such a pass of torch's own kernels over one of cuDNN's. Not from a source: they load one element at a time and divide for each
+(Welford's sums); steps in BF16 on an H100, which are in no fit, suggest the number."""
 _UNALIGNED = 1 / 3
 """Rate of products on matrix units whose rows do not begin at multiples of 16 bytes: a head over an unpadded vocabulary takes three times
 as long (Netflix, Scaling LLM post-training, 2026)."""
@@ -76,11 +89,12 @@ class Columns:
     element_bytes: Array
     """Of an operand."""
     convolution: NDArray[np.bool_]
-    grouped: NDArray[np.bool_]
     depthwise: NDArray[np.bool_]
     winograd: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     attention_gradient: NDArray[np.bool_]
+    heads: Array
+    """Heads that share their keys."""
     gradient: NDArray[np.bool_]
     """Whether it is a product of a backward pass; a convolution that checkpointing computes again is none."""
     unaligned: NDArray[np.bool_]
@@ -91,6 +105,8 @@ class Columns:
     """Bytes that a normalisation over the batch reads; 0 for others."""
     norm_channel_bytes: Array
     """The same of one channel."""
+    norm_gradient: NDArray[np.bool_]
+    """Whether it is the gradient of one."""
 
     @classmethod
     def of(cls, operations: Sequence[CostedOperation]) -> Columns:
@@ -119,19 +135,20 @@ class Columns:
             depth=depth,
             element_bytes=np.array(sizes, dtype=np.float64),
             convolution=convolution,
-            grouped=grouped,
             depthwise=grouped & ((np.minimum(rows, columns) <= 1) | (depth <= window)) & own_kernel,
             winograd=convolution & ~grouped & (window == 9),
             attention=flags([op.name.startswith(_ATTENTION) for op in operations]),
             attention_gradient=flags(
                 [op.name.startswith(_ATTENTION) and op.name.endswith("_backward") for op in operations]
             ),
+            heads=np.maximum(1.0, window),
             gradient=flags([op.phase == "backward" and op.name != "convolution" for op in operations]),
             unaligned=flags([op.unaligned for op in operations]),
             channels_last=channels_last,
             read_twice=np.where(twice, read, 0.0),
             norm_bytes=norm,
             norm_channel_bytes=np.divide(norm, rows, out=np.zeros_like(norm), where=rows > 0),
+            norm_gradient=flags([op.name == "native_batch_norm_backward" for op in operations]),
         )
 
 
@@ -157,12 +174,28 @@ class Card:
     """Whether there are no asynchronous copies into shared memory, which came with compute capability 8.0."""
     sharing: Any
     """Multiprocessors that share what they load."""
-    turned_tf32: Any
-    """Rate of TF32 products of gradients, over others'."""
+    tf32_flops_per_s: Any
+    """0 where there are no matrix units for TF32."""
+    mma: Any
+    """Rate of ``mma`` over the peak."""
+    own_norms: Any
+    """Whether torch normalises batches of 16-bit images with kernels of its own, as in BF16."""
+    flash_3: Any
+    """Whether attention is FlashAttention 3, as in serving libraries; torch has FlashAttention 2."""
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False) -> Card:
-        """Return the card of ``gpu``, with TF32 allowed or not, and algorithms tried or not."""
+    def of(
+        cls, gpu: Gpu, *, tf32: bool, tries_algorithms: bool = False, bf16: bool = False, flash_3: bool = False
+    ) -> Card:
+        """Return the card of ``gpu``.
+
+        Args:
+            gpu: the GPU.
+            tf32: whether TF32 is allowed.
+            tries_algorithms: whether cuDNN may try its algorithms.
+            bf16: whether the 16-bit format is BF16, not FP16.
+            flash_3: whether attention is FlashAttention 3.
+        """
         capability = gpu.compute_capability
         in_tf32 = tf32 and gpu.tf32_flops_per_s is not None
         single = gpu.tf32_flops_per_s if in_tf32 else gpu.fp32_matrix_flops_per_s or gpu.fp32_flops_per_s
@@ -182,7 +215,10 @@ class Card:
             tries_algorithms=tries_algorithms,
             waits_for_loads=capability in ("7.0", "7.5"),
             sharing=_SHARING.get(capability, 1),
-            turned_tf32=_TURNED_TF32.get(capability, 1.0) if in_tf32 else 1.0,
+            tf32_flops_per_s=gpu.tf32_flops_per_s or 0.0,
+            mma=_MMA.get(capability, 1.0),
+            own_norms=bf16,
+            flash_3=flash_3,
         )
 
 
@@ -224,10 +260,12 @@ def _traffic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     elements = np.where(ops.flops > 0, np.inf, cycles * c.issue_elements * ops.element_bytes)
     reached = (memory**-_EDGE + elements**-_EDGE) ** (-1 / _EDGE)
     found = moved * (1 - from_l2) / reached + moved * from_l2 / np.maximum(memory, cycles * c.l2_bytes)
-    by_channel = np.where(
-        (ops.norm_bytes > 0) & channels_first, ops.rows * c.block_elements * ops.element_bytes * clock_hz, np.inf
-    )
-    result: Array = np.maximum(found, moved / by_channel)
+    # the forward pass of torch's own kernels has only the sums channel by channel
+    own_passes = np.where(ops.norm_gradient, _PASSES, 1) * _OWN_PASS
+    passes = np.where(np.equal(card.own_norms, True) & half, own_passes, _PASSES)
+    wait = 1 - from_l2 * (1 - _L2_LATENCY)
+    by_channel = passes * wait * ops.columns / (c.block_elements * clock_hz)
+    result: Array = np.maximum(found, np.where((ops.norm_bytes > 0) & channels_first, by_channel, 0.0))
     return result
 
 
@@ -242,15 +280,17 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     peak = np.where(ops.winograd & np.equal(card.tries_algorithms, True), winograd, peak)
     peak = np.where(half, card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0), peak)
     peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
-    peak = np.where(in_tf32 & ops.gradient, peak * card.turned_tf32, peak)
+    by_mma = np.where(half, ops.attention & ~np.equal(card.flash_3, True), in_tf32 & ops.gradient & ~ops.attention)
     peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
+    in_three = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
+    peak = np.where(in_three, card.tf32_flops_per_s * c.tf32 / _TF32_PRODUCTS, peak)
+    peak = np.where(by_mma | in_three, peak * card.mma, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike
     per_cycle = peak / (card.multiprocessors * card.clock_hz)
-    narrow = np.minimum(ops.rows, ops.columns)
     tiled = TiledProducts(
         products=ops.products,
         rows=np.maximum(ops.rows, ops.columns),
-        columns=np.where(ops.grouped, np.ceil(narrow / _GROUP_COLUMNS) * _GROUP_COLUMNS, narrow),
+        columns=np.minimum(ops.rows, ops.columns),
         depth=ops.depth,
         element_bytes=ops.element_bytes,
         flops_per_cycle=per_cycle,
@@ -260,9 +300,13 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     cycles = ops.flops / (per_cycle * card.multiprocessors)  # of products whose shape is not known
     products = (ops.flops > 0) & (ops.depth > 0) & ~ops.depthwise & ~ops.attention
     cycles[products] = tile_cycles(tiled.where(products), feed_bytes=c.feed_bytes, fill_cycles=c.fill_cycles)
-    fused = replace(tiled, rows=ops.rows, columns=ops.columns)
+    fused = replace(tiled, rows=ops.rows, columns=ops.columns, sharing=ops.heads)
     cycles[ops.attention] = attention_cycles(
-        fused.where(ops.attention), ops.attention_gradient[ops.attention], fill_cycles=c.fill_cycles
+        fused.where(ops.attention),
+        ops.attention_gradient[ops.attention],
+        feed_bytes=c.feed_bytes,
+        fill_cycles=c.fill_cycles,
+        longest_first=(ops.attention_gradient | np.equal(card.flash_3, True))[ops.attention],
     )
     simd = card.simd_flops_per_s * c.depthwise / (card.multiprocessors * card.clock_hz)
     depthwise = ops.flops / column(card.multiprocessors * simd)
@@ -295,8 +339,8 @@ class Constants:
     """Share of the memory's bandwidth that is reached."""
     issue_elements: float = 4.5
     """Elements that one multiprocessor moves in a cycle, at most, outside of products."""
-    block_elements: float = 1.25
-    """Elements that one block of threads moves in a cycle: channels-first batch normalisation has one block per channel."""
+    block_elements: float = 0.7
+    """Elements that one block of threads passes over in a cycle: channels-first batch normalisation has one block per channel."""
     feed_bytes: float = 64.0
     """Bytes that matrix units get from the L2 cache, per cycle and multiprocessor."""
     fill_cycles: float = 3000.0

@@ -38,7 +38,7 @@ from mezzo.observe.nonfinite.evidence import (
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.observer import ObservedRun, Observer, Update
+from mezzo.observe.observer import ObservedRun, TracingObserver, Update
 from mezzo.observe.settings import DiagnoseSettings, StopScript
 from mezzo.observe.source_lines import is_of_mezzo, own_line
 from mezzo.observe.trace import RawOperation, count_formats
@@ -57,7 +57,7 @@ class _Pending:
     arrived: torch.cuda.Event | None = None
 
 
-class NonFinite(Observer):
+class NonFinite(TracingObserver):
     """An observer of non-finite values, and of finite values computed from them."""
 
     def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
@@ -164,16 +164,6 @@ class NonFinite(Observer):
             self._begin_immediately()
         else:
             super().start()
-
-    def _first_called(self, module: nn.Module, args: object) -> None:
-        if self._begin_at_first_call() and self._tracer is not None:
-            self._tracer.enter(module, args)
-
-    def move(self, step: int) -> None:
-        """Begin again in the thread that trains."""
-        assert self._tracer is not None
-        self._tracer.leave_behind()
-        self.begin(step)
 
     def backward_begins(self, losses: Sequence[Tensor]) -> None:
         """Compare the losses; set the policy's loss scale if the settings have one: the previous step has closed by now."""

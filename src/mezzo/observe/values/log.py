@@ -33,7 +33,7 @@ SQUARES, ROUNDING, FOURTHS, SKETCH = 0, 1, 2, 3
 """Where a fingerprint has the sum of squares, the sum of squares of the rounding that its format explains, the sum of fourth powers, and
 where its sketch begins."""
 NUMBERS = BUCKETS + SKETCH
-UNKNOWN = -1.0
+NO_COUNTERPART = -1.0
 """A negative number in place of a sum of squares: the value has no counterpart."""
 VALUES_NAME = "values.npz"
 """The file beside a run's record."""
@@ -41,7 +41,7 @@ _VERSION = 1
 
 Phase: TypeAlias = Literal["forward", "backward", "gradients", "update"]
 """``gradients``: what a script does with gradients between a backward pass and an update, such as reducing and clipping them."""
-Kind: TypeAlias = Literal[
+EventKind: TypeAlias = Literal[
     "operation",
     "cast",
     "weight",
@@ -54,14 +54,14 @@ Kind: TypeAlias = Literal[
     "state",
     "point",
 ]
-LEAVES: tuple[Kind, ...] = ("weight", "buffer", "constant", "data")
+LEAVES: tuple[EventKind, ...] = ("weight", "buffer", "constant", "data")
 """Values that no event made."""
-OUTCOMES: tuple[Kind, ...] = ("loss", "gradient", "update", "state", "point")
+OUTCOMES: tuple[EventKind, ...] = ("loss", "gradient", "update", "state", "point")
 """What a training is for: a difference that reaches none of these does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ValueRead:
     """What an event reads."""
 
     event: int
@@ -83,7 +83,7 @@ class Output:
 class Event:
     """Something that made a value."""
 
-    kind: Kind
+    kind: EventKind
     step: int
     phase: Phase
     op: str
@@ -94,12 +94,14 @@ class Event:
     """The script's line (``file:line``)."""
     settings: tuple[str, ...] = ()
     """The arguments that are not tensors; an optimizer's settings."""
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ValueRead, ...] = ()
     outputs: tuple[Output, ...] = ()
     row: int = -1
     """The row of its first result's fingerprint; the others follow."""
     draws: bool = False
     """Whether it draws random numbers."""
+    kernel: str = ""
+    """The dispatcher's name of an operation; in a backward pass ``op`` has the name of what is differentiated."""
     flops: int = 0
     """FLOPs of a matrix product or convolution."""
     error: float | None = None
@@ -141,7 +143,7 @@ class ValuesLog:
 
     @classmethod
     def load(cls, path: Path) -> ValuesLog:
-        """Read a log.
+        """ValueRead a log.
 
         Raises:
             RecordError: there is none, or another version of Mezzo wrote it.
@@ -167,7 +169,7 @@ class ValuesLog:
 
 
 def _event(fields: dict[str, Any]) -> Event:
-    reads = tuple(Read(one["event"], one["output"], tuple(one["part"])) for one in fields["reads"])
+    reads = tuple(ValueRead(one["event"], one["output"], tuple(one["part"])) for one in fields["reads"])
     outputs = tuple(Output(one["format"], tuple(one["shape"])) for one in fields["outputs"])
     return replace(
         Event(**{**fields, "reads": (), "outputs": ()}),

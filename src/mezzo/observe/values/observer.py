@@ -7,9 +7,9 @@ optimizer steps. Limits: updates that the script computes itself are recorded as
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_by
 from mezzo.engine.processes.shards import local
+from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.compare_points import listen
 from mezzo.observe.module_names import Names
-from mezzo.observe.observer import ObservedRun, Observer
+from mezzo.observe.observer import ObservedRun, TracingObserver
+from mezzo.observe.replay import at_least
 from mezzo.observe.settings import StopScript, ValuesSettings
 from mezzo.observe.source_lines import running_line
-from mezzo.observe.values.fingerprints import dense, flat_fp64
-from mezzo.observe.values.log import LEAVES, Event, ValuesLog
+from mezzo.observe.values.fingerprints import dense
+from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
 from mezzo.observe.values.tracer import ValuesTracer, optimizer_settings
 from mezzo.records import RunRecord
 
@@ -36,7 +38,7 @@ _MOST_ELEMENTS = 2**24
 """Largest number of elements that are kept of a compare point."""
 
 
-class Values(Observer):
+class RecordedValues(TracingObserver):
     """An observer of every value."""
 
     def __init__(self, settings: ValuesSettings, run: ObservedRun) -> None:
@@ -91,16 +93,6 @@ class Values(Observer):
     def _run_eagerly(self) -> None:
         if not self._settings.outcomes_only:
             super()._run_eagerly()
-
-    def _first_called(self, module: nn.Module, args: object) -> None:
-        if self._begin_at_first_call() and self._tracer is not None:
-            self._tracer.enter(module, args)
-
-    def move(self, step: int) -> None:
-        """Begin again in the thread that trains."""
-        assert self._tracer is not None
-        self._tracer.leave_behind()
-        self.begin(step)
 
     def restart(self) -> None:
         """Discard what was recorded."""
@@ -165,7 +157,7 @@ class Values(Observer):
     def backward_ended(self) -> None:
         """Record that the step has gradients."""
         if self._tracer is not None:
-            self._tracer.has_gradients = True
+            self._tracer.gradients_ready(ready=True)
         super().backward_ended()
 
     def _point(self, name: str, values: Any) -> None:
@@ -181,20 +173,21 @@ class Values(Observer):
         tracer = self._tracer
         if tracer is None or self._observing is None:
             return
-        names = self._names()
         for parameter in trained_by([optimizer]):
             gradient = parameter.grad
             if gradient is None or parameter in self._before:
                 continue
             self._before[parameter] = local(parameter.detach()).clone()
-            tracer.attempt(partial(self._note_gradient, names.parameter(parameter), gradient))
+            tracer.attempt(
+                lambda p=parameter, g=gradient: self._note_gradient(p, g)  # type: ignore[misc]
+            )
 
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+    def _note_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         assert self._tracer is not None
         self._tracer.note(
             "gradient",
             op="gradient",
-            name=name,
+            owner=parameter,
             phase="backward",
             reads=[gradient],
             results=[(gradient, None)],
@@ -207,13 +200,15 @@ class Values(Observer):
         tracer = self._tracer
         before, self._before = self._before, WeakTensorKeyDictionary()
         if tracer is not None and self._observing is not None and isinstance(optimizer, torch.optim.Optimizer):
-            op, names = type(optimizer).__name__, self._names()
             for group in optimizer.param_groups:
                 settings = optimizer_settings(group)
-                for parameter in (p for p in group["params"] if p in before):
-                    update = partial(self._note_update, parameter, before[parameter])
-                    tracer.attempt(partial(update, op=op, name=names.parameter(parameter), settings=settings))
-            tracer.has_gradients = False
+                for parameter in group["params"]:
+                    if parameter in before:
+                        old = before[parameter]
+                        tracer.attempt(
+                            lambda p=parameter, o=old, s=settings: self._note_update(optimizer, p, o, s)  # type: ignore[misc]
+                        )
+            tracer.gradients_ready(ready=False)
             self._note_buffers(tracer)
         super().updated(optimizer)
 
@@ -230,14 +225,16 @@ class Values(Observer):
                             )
                         )
 
-    def _note_update(self, parameter: Tensor, old: Tensor, *, op: str, name: str, settings: tuple[str, ...]) -> None:
+    def _note_update(
+        self, optimizer: torch.optim.Optimizer, parameter: Tensor, old: Tensor, settings: tuple[str, ...]
+    ) -> None:
         assert self._tracer is not None
         new = local(parameter.detach())
-        change = (flat_fp64(new) - flat_fp64(old)).reshape(new.shape)
+        change = at_least(new, FP32.dtype) - at_least(old, FP32.dtype)  # exact for numbers within a factor of two
         self._tracer.note(
             "update",
-            op=op,
-            name=name,
+            op=type(optimizer).__name__,
+            owner=parameter,
             phase="update",
             settings=settings,
             reads=[parameter, *([parameter.grad] if parameter.grad is not None else [])],
@@ -253,22 +250,25 @@ class Values(Observer):
 
     def log(self, run: RunRecord) -> ValuesLog:
         """Return what was recorded."""
-        log = ValuesLog(environment={"device": str(run.environment.device), "torch": torch.__version__})
-        counts: dict[str, int] = {}
-        for name, values in self._points:
-            counts[name] = counts.get(name, 0) + 1
-            log.points[f"{name}#{counts[name]}"] = values.double().numpy()
+        where = {"device": str(run.environment.device), "torch": torch.__version__}
         if self._tracer is None:
-            return log
-        hashes, log.numbers = self._tracer.fingerprints.read()
-        log.hashes = np.array(hashes, np.int64)
-        names, tensors = self._names(), self._leaves()
-        for number, event in enumerate(self._tracer.finished_events()):
-            step = 1 + sum(end <= number for end in self._ends)
-            log.events.append(
-                self._named(replace(event, step=step), self._tracer.modules[number], names, tensors.get(number))
-            )
-        return log
+            return ValuesLog(points=self._named_points(), environment=where)
+        hashes, numbers = self._tracer.fingerprints.read()
+        names, leaves = self._names(), self._leaves()
+        events = [
+            self._named(replace(event, step=1 + sum(end <= n for end in self._ends)), owner, names, leaves.get(n))
+            for n, (event, owner) in enumerate(zip(self._tracer.finished_events(), self._tracer.owners, strict=True))
+        ]
+        return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where)
+
+    def _named_points(self) -> dict[str, Floats]:
+        """Return the values of the compare points, numbered by name."""
+        counts: Counter[str] = Counter()
+        points: dict[str, Floats] = {}
+        for name, values in self._points:
+            counts[name] += 1
+            points[f"{name}#{counts[name]}"] = values.double().numpy()
+        return points
 
     def _leaves(self) -> dict[int, tuple[str, str]]:
         """Return kind and name of the weights and buffers among the values that no event made."""
@@ -283,11 +283,16 @@ class Values(Observer):
                             found.setdefault(first, (kind, f"{path}.{name}" if path else name))
         return found
 
-    def _named(self, event: Event, module: nn.Module | None, names: Names, leaf: tuple[str, str] | None) -> Event:
+    def _named(
+        self, event: Event, owner: nn.Module | Tensor | None, names: Names, leaf: tuple[str, str] | None
+    ) -> Event:
         if leaf is not None and event.kind in LEAVES:
             kind, name = leaf
             return replace(event, kind=kind, op=kind, module=name)  # type: ignore[arg-type]
-        return event if event.module else replace(event, module=names.of(module))
+        if event.module:
+            return event
+        name = names.parameter(owner) if isinstance(owner, Tensor) else names.of(owner)
+        return replace(event, module=name)
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the log; return the run's own record."""

@@ -5,9 +5,10 @@ product are part of it, so that its result is the rounded one, as a GPU's is. An
 operations are not recorded.
 
 With ``mirrored``, every result gets the opposite rounding error at random elements. Each operation is computed again in FP64 on the same
-operands; ``x`` then becomes ``2 * exact - x``, rounded to its format. So the values move by as much as rounding has moved them, and results
-without an error stay. Where a whole run goes from there is what rounding alone can do to it: the random rounding of stochastic arithmetic
-(J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993), by whole operations.
+operands; ``x`` then becomes ``2 * exact - x``, rounded at random to one of the two nearest numbers of its format. So values move by as
+much as rounding has moved them, and results without an error stay. Where a whole run goes from there is what rounding alone can do to it:
+the random rounding of stochastic arithmetic (J. Vignes, "A stochastic arithmetic for reliable scientific computation", 1993), by whole
+operations.
 
 Cost: one fingerprint for each result; with FP64, a second run of each operation in it. Limits: a fused kernel is one operation; operations
 that draw random numbers or have no kernel in FP64 are not mirrored.
@@ -45,13 +46,15 @@ from mezzo.observe.tensors import Storages, readable, storage
 from mezzo.observe.trace import CAST_NAMES
 from mezzo.observe.tracer import TracerFlags
 from mezzo.observe.values.fingerprints import Fingerprints, flat_fp64
-from mezzo.observe.values.log import Event, Kind, Phase, Read
+from mezzo.observe.values.log import Event, EventKind, Phase, ValueRead
 
 _CONSTANTS = frozenset(("lift_fresh", "lift"))
 """Operations that turn numbers of the script into a tensor."""
 _SETTINGS = (int, float, bool, str, type(None), torch.dtype)
 _SEED = 1
 _LARGE_BYTES = 2**26
+_SHARE = 0.5
+"""The share of elements whose error is mirrored."""
 
 
 class _Passed(NamedTuple):
@@ -62,7 +65,7 @@ class _Passed(NamedTuple):
     kwargs: dict[str, Any]
     kept: tuple[Sequence[Any], dict[str, Any]]
     """Its arguments as they were before; the arguments themselves if nothing is computed again."""
-    reads: tuple[Read, ...]
+    reads: tuple[ValueRead, ...]
     place: OperationPlace
 
 
@@ -73,26 +76,26 @@ class ValuesTracer(PlacingTracer):
         self,
         formats: OperandFormats,
         *,
-        device_type: str,
-        flags: TracerFlags,
         in_fp64: bool,
         mirrored: bool,
+        device_type: str,
+        flags: TracerFlags,
         problems: dict[str, str],
     ) -> None:
         """Create a tracer.
 
         Args:
             formats: returns the format that an operation computes in.
-            device_type: torch's device type.
-            flags: whether activation checkpointing is recomputing.
             in_fp64: whether each operation is computed again in FP64, for the error of its result.
             mirrored: whether results get the opposite error at random elements.
+            device_type: torch's type of the device that the script trains on.
+            flags: says whether activation checkpointing is recomputing.
             problems: takes the operations that could not be inspected, and why.
         """
         super().__init__(formats, device_type=device_type, flags=flags, problems=problems)
         self.events: list[Event] = []
-        self.modules: list[nn.Module | None] = []
-        """The module of each event."""
+        self.owners: list[nn.Module | Tensor | None] = []
+        """The module of each event, or the parameter."""
         self.fingerprints = Fingerprints()
         self._in_fp64, self._mirrored = in_fp64 or mirrored, mirrored
         self._makers: Storages[tuple[int, int]] = Storages()
@@ -104,7 +107,7 @@ class ValuesTracer(PlacingTracer):
         self._roots: set[int] = set()
         self._constants: Storages[str] = Storages()
         """The lines that made constants."""
-        self.has_gradients = False
+        self._has_gradients = False
         """Whether a backward pass has ended since the last update."""
         self._errors: dict[int, Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -115,10 +118,10 @@ class ValuesTracer(PlacingTracer):
 
     def note(
         self,
-        kind: Kind,
+        kind: EventKind,
         *,
         op: str,
-        module: nn.Module | None = None,
+        owner: nn.Module | Tensor | None = None,
         name: str = "",
         line: str = "",
         phase: Phase = "forward",
@@ -132,8 +135,8 @@ class ValuesTracer(PlacingTracer):
         Args:
             kind: what it is.
             op: its name.
-            module: its module.
-            name: the path, where it is not the module's.
+            owner: its module or parameter.
+            name: the path, where it is not the owner's.
             line: the script's line.
             phase: where it runs.
             settings: what else determines its value.
@@ -145,11 +148,15 @@ class ValuesTracer(PlacingTracer):
         row = len(self.fingerprints)
         described = tuple(self.fingerprints.add(value, rounding_of=of) for value, of in results)
         event = Event(kind, 0, phase, op, name, line, settings, known, described, row)
-        return self._add(event, module, makes)
+        return self._add(event, owner, makes)
+
+    def gradients_ready(self, *, ready: bool) -> None:
+        """Record that a backward pass has ended, or that an update has used its gradients."""
+        self._has_gradients = ready
 
     def forget(self) -> None:
         """Drop everything."""
-        self.events, self.modules, self._errors = [], [], {}
+        self.events, self.owners, self._errors = [], [], {}
         self.fingerprints, self._products = Fingerprints(), {}
         self._makers, self._leaves = Storages(), Storages()
 
@@ -157,7 +164,7 @@ class ValuesTracer(PlacingTracer):
         """Drop all events but the first ``count``."""
         if count < len(self.events):
             self.fingerprints.forget_after(self.events[count].row)
-            del self.events[count:], self.modules[count:]
+            del self.events[count:], self.owners[count:]
 
     def leaf(self, tensor: Tensor) -> int | None:
         """Return the event of a value that no event made; None for any other."""
@@ -172,24 +179,24 @@ class ValuesTracer(PlacingTracer):
         found = self._errors
         return [replace(event, error=float(found[n])) if n in found else event for n, event in enumerate(self.events)]
 
-    def _add(self, event: Event, module: nn.Module | None, makes: Iterable[Tensor]) -> int:
+    def _add(self, event: Event, owner: nn.Module | Tensor | None, makes: Iterable[Tensor]) -> int:
         number = len(self.events)
         self.events.append(event)
-        self.modules.append(module)
+        self.owners.append(owner)
         for output, tensor in enumerate(makes):
             self._makers.put(tensor, (number, output))
         return number
 
-    def _read(self, tensor: Tensor) -> Read:
+    def _read(self, tensor: Tensor) -> ValueRead:
         known = self._makers.get(tensor)
         if known is None:
             line = self._constants.get(tensor)
-            kind: Kind = "data" if line is None else "constant"
+            kind: EventKind = "data" if line is None else "constant"
             leaf = self.note(kind, op=kind, line=line or "", results=[(self._whole(tensor), None)], makes=[tensor])
             self._leaves.put(tensor, leaf)
             known = leaf, 0
         offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
-        return Read(*known, (int(offset), *tensor.shape))
+        return ValueRead(*known, (int(offset), *tensor.shape))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """Return the weight or buffer that a tensor is a view of, or all elements of a storage that is not too large."""
@@ -272,7 +279,7 @@ class ValuesTracer(PlacingTracer):
         place, row = passed.place, len(self.fingerprints)
         described = tuple(self.fingerprints.add(result) for result in results)
         previous = tuple(
-            Read(*known, ()) for t in results if (known := self._makers.get(t)) is not None and _is_part(t)
+            ValueRead(*known, ()) for t in results if (known := self._makers.get(t)) is not None and _is_part(t)
         )
         return Event(
             "cast" if is_cast else "operation",
@@ -286,12 +293,13 @@ class ValuesTracer(PlacingTracer):
             described,
             row,
             draws(passed.func),
+            passed.func.overloadpacket.__name__.strip("_"),
         )
 
     def _phase(self, passed: _Passed) -> Phase:
         if passed.place.backward:
             return "backward"
-        outside = self.has_gradients and passed.place.module is None
+        outside = self._has_gradients and passed.place.module is None
         return "gradients" if outside and not any(t.requires_grad for t in flat_tensors(passed.args)) else "forward"
 
     def _written_silently(self, passed: _Passed) -> list[Tensor]:
@@ -345,9 +353,12 @@ class ValuesTracer(PlacingTracer):
         generator = self._generators.get(result.device)
         if generator is None:
             generator = self._generators[result.device] = torch.Generator(result.device).manual_seed(_SEED)
-        chosen = torch.rand(result.shape, generator=generator, device=result.device) < 0.5
-        opposite = (2 * exact - result.double()).to(result.dtype)
-        result.copy_(torch.where(chosen & opposite.isfinite(), opposite, result))
+        chosen, dither = torch.rand((2, *result.shape), generator=generator, device=result.device)
+        opposite = 2 * exact - result.double()
+        # Rounding to nearest would return most results to where they were: an error of a quarter of a unit mirrors into half of one.
+        unit = torch.finfo(result.dtype).eps * torch.frexp(opposite.abs())[1].sub(1).double().exp2()
+        opposite = (opposite + (dither.double() - 0.5) * unit * (exact != result)).to(result.dtype)
+        result.copy_(torch.where((chosen < _SHARE) & opposite.isfinite(), opposite, result))
 
 
 def _shown(func: Any, results: list[Tensor]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from mezzo.errors import MezzoError, ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration, calibration_of, rates_used
+from mezzo.measure.predict.host import host_of
 from mezzo.measure.predict.placeholder_numbers import numbers_read
 from mezzo.measure.predict.plan import Tapes, predict, predict_cpu, to_record
 from mezzo.measure.predict.result_sizes import sizes_assumed
@@ -544,6 +545,7 @@ def real_gpus(
                 name,
                 batch=plan.batch,
                 calibration=calibration_of(gpu),
+                host=host_of(gpu),
                 refused=plan.refused,
                 data=plan.data,
             ).model_copy(update={"policy": shown})
@@ -566,7 +568,11 @@ def real_gpus(
         unit=plan.unit,
         predictions=found,
         not_predicted=not_predicted,
-        assumptions=[*plan.assumptions, *rates_used([*found, *([here] if here is not None else [])])],
+        assumptions=[
+            *plan.assumptions,
+            *rates_used([*found, *([here] if here is not None else [])]),
+            *dict.fromkeys(host_of(gpu).note for gpu in gpus),
+        ],
     )
 
 
