@@ -22,7 +22,13 @@ PAIRS = [
         for chinese, english in (
             *(("run", "scripts"), ("compare", "compare"), ("nan", "diagnose"), ("memory", "checkpointing")),
             *(("predict", "predict"), ("watch", "watch"), ("distributed", "distributed"), ("paddle", "paddle")),
-            *(("check", "check"), ("audit", "audit"), ("loss-scale", "ranges"), ("fallback", "fallback"), ("diff", "diff")),
+            *(
+                ("check", "check"),
+                ("audit", "audit"),
+                ("loss-scale", "ranges"),
+                ("fallback", "fallback"),
+                ("diff", "diff"),
+            ),
             *(("install", "install"), ("tune", "tune"), ("guardrails", "guardrails"), ("patch", "patch")),
             *(("keras", "keras"), ("trainers", "lightning")),
         )

@@ -1,8 +1,8 @@
 """Align the events of two runs: weights, gradients and compare points by name, operations by their order. Pure.
 
 Operations are aligned step by step, forward and backward apart, as lines of text are: first those with the same name, module and shapes,
-then, in the gaps, those with the same name and shapes in modules of other names. What has no counterpart stays alone: a fused operation
-and its parts are such a gap, and the values behind it show whether they agree.
+then, in the gaps, those with the same name and shapes in modules of other names. Of what is left of a gap, the last operations are a pair
+if one could replace the other: so a fused operation is paired with the last of its parts. What has no counterpart stays alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mezzo.observe.values.log import (
     Floats,
     Output,
     ValuesLog,
+    rows_of,
 )
 
 Pairs: TypeAlias = dict[int, int]
@@ -144,8 +145,28 @@ def _in_order(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: Valu
 
 
 def _in_gap(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    gap: tuple[int, int] = (0, 0)
     for i, j, size in _matches([_function(a.events[n]) for n in first], [_function(b.events[n]) for n in second]):
+        yield from _ends(first[gap[0] : i], second[gap[1] : j], a, b)
         yield from zip(first[i : i + size], second[j : j + size], strict=True)
+        gap = i + size, j + size
+
+
+def _ends(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Iterator[tuple[int, int]]:
+    """Pair the last operations of a gap, if one could replace the other: the values behind the gap are computed from them."""
+    one, other = (
+        next((n for n in reversed(numbers) if log.events[n].op not in REARRANGES), None)
+        for numbers, log in ((first, a), (second, b))
+    )
+    if one is not None and other is not None and _replaces(a.events[one], b.events[other]):
+        yield one, other
+
+
+def _replaces(one: Event, other: Event) -> bool:
+    """Return whether two operations of one module have results of one shape; a backward pass has several, in any order."""
+    several = one.phase == "backward" and max(len(one.outputs), len(other.outputs)) > 1
+    shapes = [(event.module, rows_of(event.outputs[0].shape), event.kind) for event in (one, other)]
+    return not several and shapes[0] == shapes[1] and one.kind == "operation"
 
 
 def _matches(first: list[Hashable], second: list[Hashable]) -> Iterator[tuple[int, int, int]]:
@@ -164,8 +185,8 @@ def family(kernel: str) -> str:
 
 
 def _function(event: Event) -> Hashable:
-    shapes = tuple(sorted(output.shape for output in event.outputs if output.shape))
-    return family(event.kernel), shapes, event.kind == "cast" and event.outputs[0].format
+    """Return what operations have in common that compute the same: its name, its result's shape, and the length of its sums."""
+    return family(event.kernel), event.outputs[0].shape, event.flops, event.kind == "cast" and event.outputs[0].format
 
 
 def _place(event: Event) -> Hashable:
@@ -173,20 +194,25 @@ def _place(event: Event) -> Hashable:
 
 
 def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
-    """Pair data and constants that paired operations read at the same place."""
+    """Pair data and constants that paired operations read at the same place, and others with the same bits."""
     found: Pairs = {}
     taken: set[int] = set()
     for n, other in pairs.items():
         reads, others = a.events[n].reads, b.events[other].reads
-        if len(reads) != len(others):
-            continue
-        for one, two in zip(reads, others, strict=True):
+        for one, two in zip(reads, others, strict=False):
             left, right = a.events[one.event], b.events[two.event]
             leaves = left.kind == right.kind and left.kind in ("data", "constant")
             if leaves and left.outputs == right.outputs and one.event not in found and two.event not in taken:
                 found[one.event] = two.event
                 taken.add(two.event)
-    return found
+    left, right = ([n for n, e in enumerate(log.events) if e.kind in ("data", "constant")] for log in (a, b))
+    rest = _numbered(
+        [n for n in left if n not in found], a, lambda e: (e.kind, e.step, e.outputs, int(a.hashes[e.row]))
+    )
+    same = _numbered(
+        [n for n in right if n not in taken], b, lambda e: (e.kind, e.step, e.outputs, int(b.hashes[e.row]))
+    )
+    return found | {n: same[key] for key, n in rest.items() if key in same}
 
 
 # A value with the same bits in all processes counts once: a weight, or a gradient after its reduction. Otherwise its processes are taken
@@ -214,7 +240,8 @@ def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
             if outputs[place].shape[:1] == outputs[0].shape[:1] and outputs[0].shape:
                 shape = outputs[place].shape
                 outputs[place] = replace(outputs[place], shape=(len(logs) * shape[0], *shape[1:]))
-        events.append(replace(event, outputs=tuple(outputs)))
+        flops = event.flops if same.all() else sum(log.events[n].flops for log in logs)
+        events.append(replace(event, outputs=tuple(outputs), flops=flops))
     return ValuesLog(events, hashes, numbers, lead.points, lead.environment)
 
 

@@ -3,18 +3,19 @@
 How far rounding alone carries a value is measured, not assumed: a *control* run of one side has every rounding error mirrored at random
 (``mezzo.observe.values.tracer``). A value is *beyond rounding* if its distance from the other run is more than ``TIMES`` the control's,
 the control's of what it was computed from, or the rounding of its format. A difference *begins* at such a value if none of its ancestors
-is one. Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation.
+is one. Without a control, as between two records, a value is beyond rounding where the distance grows ``JUMP``-fold in one operation,
+and leads to an outcome that is ``JUMP`` roundings apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mezzo.commands.diff.align import REARRANGES, Pairs, aligned
+from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, family
 from mezzo.observe.values.log import (
     LEAVES,
     OUTCOMES,
@@ -35,6 +36,8 @@ TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
 """The growth of a distance in one operation that rounding hardly explains."""
+
+_KERNELS = ("foreach=", "fused=", "capturable=", "differentiable=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +112,20 @@ def judge(
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
     carried_a, carried_b = _carried(a), _carried(b)
     pooled = _of_updates(a, b, pairs, moved, of_b=control_of_b)
+    far, results = set[int](), dict[int, Floats]()
     for n, other in pairs.items():
-        apart = distances(a, b, n, other)
+        apart = results[n] = distances(a, b, n, other)
         noise = moved.get(other if control_of_b else n, np.zeros(1))
         reads = b.events[other].reads if control_of_b else a.events[n].reads
         before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
         least = np.maximum(rounding(a, n), carried_a[n])
         if not same_formats:
-            least = np.maximum(least, np.maximum(rounding(b, other), carried_b[other]))
+            least = np.maximum(least, np.maximum(_fitting(rounding(b, other), apart), carried_b[other]))
         if control is None:
-            noise, before = np.zeros(1), max((found.distance.get(read.event, 0.0) for read in reads), default=0.0)
-            allowed = np.maximum(JUMP * np.maximum(least, before), TIMES * _fitting(repeats.get(n), apart))
+            formats = np.maximum(JUMP * least, TIMES * _fitting(repeats.get(n), apart))
+            allowed = np.maximum(formats, JUMP * _brought(a, n, results))
+            if bool((apart > formats).any()):
+                far.add(n)
             if _follows(a.events[n], b.events[other], found):
                 allowed = np.full(len(apart), np.inf)  # the sign of a small gradient decides: nothing measured it
         else:
@@ -134,8 +140,9 @@ def judge(
             float(allowed[worst] if len(allowed) > 1 else allowed[0]),
         )
     found.first = next(((n, m) for n, m in pairs.items() if found.distance[n] and a.events[n].kind not in LEAVES), None)
-    beyond = _lasting(a, {n for n in pairs if found.distance[n] > found.allowed[n]}, pairs)
-    found.beginnings = _grouped(a, _beginnings(a, b, found, beyond, same_formats=same_formats))
+    beyond = {n for n in pairs if found.distance[n] > found.allowed[n]}
+    beyond &= _lasting(a, beyond if control is not None else far, pairs)
+    found.beginnings = _grouped(a, b, _beginnings(a, b, found, beyond, same_formats=same_formats))
     return found
 
 
@@ -181,8 +188,13 @@ def _of_updates(
 
 def _follows(one: Event, other: Event, found: Parting) -> bool:
     """Return whether an update with the same settings follows gradients that differ."""
-    same = one.kind == "update" and one.settings == other.settings
+    same = one.kind == "update" and _without_kernels(one) == _without_kernels(other)
     return same and any(found.distance.get(read.event, 0.0) > 0 for read in one.reads)
+
+
+def _without_kernels(update: Event) -> list[str]:
+    """Return an optimizer's settings but those that only choose its kernels."""
+    return [setting for setting in update.settings if not setting.startswith(_KERNELS)]
 
 
 def _apart(base: ValuesLog, other: ValuesLog) -> dict[int, Floats]:
@@ -194,8 +206,11 @@ def _one(apart: Floats | None, output: int) -> float:
 
 
 def _fitting(noise: Floats | None, apart: Floats) -> Floats:
-    """Return the noise of each result; of other results, that there is none."""
-    return noise if noise is not None and len(noise) == len(apart) else np.zeros(len(apart))
+    """Return the noise of each result; of further ones, that there is none."""
+    found = np.zeros(len(apart))
+    if noise is not None:
+        found[: len(noise)] = noise[: len(apart)]
+    return found
 
 
 def _begun(log: ValuesLog, marked: set[int]) -> list[int]:
@@ -211,20 +226,37 @@ def _begun(log: ValuesLog, marked: set[int]) -> list[int]:
     return first
 
 
-def _lasting(a: ValuesLog, beyond: set[int], pairs: Pairs) -> set[int]:
-    """Return the events beyond rounding that lead to an outcome beyond rounding.
+def _lasting(a: ValuesLog, far: set[int], pairs: Pairs) -> set[int]:
+    """Return the events among those too far apart that lead to an outcome among them.
 
     Others were paired by their shapes alone: where an operation is computed in pieces, the values behind it agree again.
     """
     leads: set[int] = set()
+    lasting: set[int] = set()
     for n in range(len(a.events) - 1, -1, -1):
         event = a.events[n]
-        matters = (n in beyond and (n in leads or event.kind in OUTCOMES)) or (n not in pairs and n in leads)
+        matters = n in far and (n in leads or event.kind in OUTCOMES)
         if matters:
+            lasting.add(n)
+        if matters or (n not in pairs and n in leads):
             leads.update(read.event for read in event.reads)
-        if n in beyond and not matters:
-            beyond = beyond - {n}
-    return beyond
+    return lasting
+
+
+def _brought(a: ValuesLog, n: int, results: Mapping[int, Floats]) -> Floats:
+    """Return how far each result may be because of what it reads: as far, or by as much where the result is smaller: a sum cancels."""
+    relative = absolute = 0.0
+    alone, known = _ancestors(a, n, results)
+    for read in (read for m in (n, *alone) for read in a.events[m].reads if read.event in known):
+        apart = _one(results.get(read.event), read.output)
+        if apart:
+            relative = max(relative, apart)
+            absolute = max(
+                absolute, apart * math.sqrt(max(a.numbers[a.events[read.event].row + read.output, SQUARES], 0.0))
+            )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = absolute / np.sqrt(a.numbers[a.rows(n)][:, SQUARES])
+    return np.maximum(relative, np.nan_to_num(shares, nan=0.0, posinf=0.0))
 
 
 def _beginnings(
@@ -246,7 +278,7 @@ def _beginnings(
         if n not in beyond:
             continue
         tainted.add(n)
-        formats = a.events[n].outputs[0].format, b.events[other].outputs[0].format
+        formats = event.outputs[0].format, b.events[other].outputs[0].format
         yield Beginning(
             a=n,
             b=other,
@@ -254,25 +286,26 @@ def _beginnings(
             allowed=found.allowed[n],
             only_a=tuple(m for m in sorted(only_a) if _counts(a.events[m], casts=same_formats)),
             only_b=tuple(m for m in sorted(only_b) if _counts(b.events[m], casts=same_formats)),
-            settings=_settings(a.events[n], b.events[other]),
+            settings=_settings(event, b.events[other]),
             formats=formats if same_formats and formats[0] != formats[1] else None,
             parts=_parts(a.events[n].reads, b.events[other].reads, found.pairs),
         )
 
 
-def _grouped(a: ValuesLog, beginnings: Iterable[Beginning]) -> list[Beginning]:
-    """Join the beginnings that are one: an optimizer's updates with the same settings, weights that differ from the start."""
+def _grouped(a: ValuesLog, b: ValuesLog, beginnings: Iterable[Beginning]) -> list[Beginning]:
+    """Join the beginnings that are one: updates with the same settings, gradients that one function changed, a line in every step."""
     found: dict[object, list[Beginning]] = {}
     for one in beginnings:
         event = a.events[one.a]
-        whole = (
-            (event.kind, event.step, event.op, one.settings) if event.kind in ("update", "weight", "buffer") else one.a
-        )
-        found.setdefault(whole, []).append(one)
+        whole: object = event.phase, event.module, event.line
+        if event.kind in ("gradient", "update", "weight", "buffer"):
+            alone = (frozenset(log.events[n].op for n in only) for log, only in ((a, one.only_a), (b, one.only_b)))
+            whole = event.step, *alone
+        found.setdefault((event.kind, event.op, one.settings, whole), []).append(one)
     return [replace(group[0], others=tuple(one.a for one in group[1:])) for group in found.values()]
 
 
-def _ancestors(log: ValuesLog, event: int, paired: Pairs) -> tuple[set[int], set[int]]:
+def _ancestors(log: ValuesLog, event: int, paired: Container[int]) -> tuple[set[int], set[int]]:
     """Return the ancestors without a counterpart up to the first ones that have one, and these."""
     alone: set[int] = set()
     known: set[int] = set()
@@ -290,11 +323,11 @@ def _ancestors(log: ValuesLog, event: int, paired: Pairs) -> tuple[set[int], set
 def _counts(event: Event, *, casts: bool) -> bool:
     """Return whether an operation without a counterpart may change values."""
     computes = event.kind == "operation" and event.op not in REARRANGES
-    return computes or (casts and event.kind == "cast") or event.kind in LEAVES
+    return computes or (casts and event.kind == "cast") or event.kind in (*LEAVES, "update")
 
 
 def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
-    if one.settings == other.settings:
+    if one.settings == other.settings or (one.kind == "operation" and family(one.kernel) != family(other.kernel)):
         return ()
     if len(one.settings) == len(other.settings):
         return tuple((x, y) for x, y in zip(one.settings, other.settings, strict=True) if x != y)

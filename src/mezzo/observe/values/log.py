@@ -13,9 +13,12 @@ constant or data.
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +149,7 @@ class ValuesLog:
             RecordError: there is none, or another version of Mezzo wrote it.
         """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 meta = json.loads(stored["meta"].tobytes())
                 points = {name: stored[f"point_{n}"] for n, name in enumerate(meta["points"])}
                 hashes, numbers = stored["hashes"], stored["numbers"]
@@ -155,7 +158,7 @@ class ValuesLog:
                 f"there are no fingerprints at {path}",
                 hint="type: mezzo run --fingerprints train.py",
             ) from None
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
             raise RecordError(f"{path} is not a file of fingerprints: {error}", hint="record them again") from None
         if meta["version"] != _VERSION:
             raise RecordError(
@@ -177,20 +180,32 @@ def _event(fields: dict[str, Any]) -> Event:
 
 
 def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
-    """Return the relative distance of each result of two events.
+    """Return the relative distance of each result of the first event from the second event's.
 
-    0 if all bits are equal; infinite if one is not finite where the other is, or if their shapes differ. Where a sketch is missing (NaN),
-    the distance of the norms.
+    0 if all bits are equal; infinite if one is not finite where the other is, or if the first results differ in their shapes. Where a
+    sketch is missing (NaN), the distance of the norms. A further result that only one event has, such as a mean that is kept for the
+    backward pass, counts as equal.
     """
     left, right = a.events[one].outputs, b.events[other].outputs
-    if len(left) != len(right) or any(x.shape != y.shape for x, y in zip(left, right, strict=False)):
-        return np.full(max(len(left), 1), np.inf)
-    rows, others = a.rows(one), b.rows(other)
-    formats = np.array([x.format == y.format for x, y in zip(left, right, strict=True)], bool)
+    alike = [n < len(right) and rows_of(x.shape) == rows_of(right[n].shape) for n, x in enumerate(left)]
+    if not all(alike[:1]):
+        return np.full(len(left), np.inf)
+    apart = np.zeros(len(left))
+    known = np.flatnonzero(alike)
+    formats = np.array([left[n].format == right[n].format for n in known], bool)
+    rows, others = a.rows(one).start + known, b.rows(other).start + known
     same = (a.hashes[rows] == b.hashes[others]) & formats
-    if bool(same.all()):
-        return np.zeros(len(left))
-    first, second = a.numbers[rows], b.numbers[others]
+    if not same.all():
+        apart[known] = np.where(same, 0.0, _relative(a.numbers[rows], b.numbers[others]))
+    return apart
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape with all dimensions but the last in one: a batched product has them so, or apart."""
+    return math.prod(shape[:-1]), math.prod(shape[-1:])
+
+
+def _relative(first: Floats, second: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         apart = np.sqrt(((first[:, SKETCH:] - second[:, SKETCH:]) ** 2).sum(axis=1))
         whole = np.sqrt(np.maximum(first[:, SQUARES], second[:, SQUARES]))
@@ -198,7 +213,7 @@ def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
         finite = np.isfinite(first[:, SQUARES]) & np.isfinite(second[:, SQUARES])
         apart = np.where(unordered & finite, _unordered(first, second) * whole, apart)
         unknown = (first[:, SQUARES] < 0) | (second[:, SQUARES] < 0)
-        relative = np.where(same | unknown | (apart == 0), 0.0, apart / whole)
+        relative = np.where(unknown | (apart == 0), 0.0, apart / whole)
     return np.nan_to_num(relative, nan=np.inf)
 
 

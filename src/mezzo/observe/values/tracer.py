@@ -253,23 +253,23 @@ class ValuesTracer(PlacingTracer):
         func = passed.func
         if func.namespace in COLLECTIVE_NAMESPACES:
             wait_for_exchange(func, result)
-        results = [t for t in outputs(func, passed.args, passed.kwargs, result) if readable(t)]
-        if func.overloadpacket.__name__.startswith("nll_loss"):  # the second one is the sum of the weights
-            results = results[:1]
+        made = [t for t in outputs(func, passed.args, passed.kwargs, result) if readable(t)]
+        results = [*_shown(func, made), *self._written_silently(passed)]
         if not results:
             return
         is_cast = func.overloadpacket.__name__ in CAST_NAMES
         inside = self._emulated()
         error = None
         if self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES:
-            error = self._compare(passed, results)
+            error = self._compare(passed, made)
         if is_cast and inside is not None and self._rounds_product(passed, inside, results[0], error):
             return
         event, place = self._event(passed, results, is_cast=is_cast), passed.place
         count = FLOP_COUNTS.get(func.overloadpacket)
         if count is not None:
             event = replace(event, flops=int(count(result, *passed.args)))
-        number = self._add(event, place.module, [*results, *self._written_silently(passed)])
+        hidden = [t for t in made if all(t is not one for one in results)]
+        number = self._add(event, place.module, [*results, *hidden])
         if error is not None:
             self._errors[number] = error
         if inside is not None and count is not None:
@@ -288,7 +288,7 @@ class ValuesTracer(PlacingTracer):
             place.op,
             "",
             place.line,
-            tuple(_settings((*passed.args, *passed.kwargs.items()))),
+            (*_settings(passed.args), *(f"{k}={text}" for k, v in passed.kwargs.items() for text in _settings((v,)))),
             (*passed.reads, *(read for read in previous if all(r.event != read.event for r in passed.reads))),
             described,
             row,
@@ -304,7 +304,8 @@ class ValuesTracer(PlacingTracer):
 
     def _written_silently(self, passed: _Passed) -> list[Tensor]:
         """Return the running statistics that an operation changes without declaring it."""
-        if "batch_norm" not in passed.func.overloadpacket.__name__ or passed.place.backward:
+        trains = any(value is True for value in passed.args)
+        if "batch_norm" not in passed.func.overloadpacket.__name__ or passed.place.backward or not trains:
             return []
         weights = [t for t in flat_tensors(passed.args) if self._state.get(t) is not None]
         return [t for t in weights if not isinstance(self._state.get(t), nn.Parameter)]
@@ -358,6 +359,14 @@ class ValuesTracer(PlacingTracer):
         unit = torch.finfo(result.dtype).eps * torch.frexp(opposite.abs())[1].sub(1).double().exp2()
         opposite = (opposite + (dither.double() - 0.5) * unit * (exact != result)).to(result.dtype)
         result.copy_(torch.where((chosen < _SHARE) & opposite.isfinite(), opposite, result))
+
+
+def _shown(func: Any, results: list[Tensor]) -> list[Tensor]:
+    """Return the results that a script could see: no workspace, whose unused bytes are whatever lay in memory."""
+    if func.overloadpacket.__name__.startswith("nll_loss"):  # the second one is the sum of the weights
+        return results[:1]
+    computes = any(t.is_floating_point() for t in results)
+    return [t for t in results if not computes or t.dtype is not torch.uint8]
 
 
 def _is_part(tensor: Tensor) -> bool:
