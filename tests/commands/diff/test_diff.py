@@ -107,8 +107,8 @@ def test_a_script_that_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     nothing = script(tmp_path, name="nothing.py")
     Path(nothing).write_text("import torch\nprint(torch.ones(1))\n")
     code, record = diff(tmp_path / "out", nothing, MASKS)
-    assert (code, record.verdict) == (1, "failed")
-    assert record.why.startswith("nothing.py: ")
+    assert (code, record.verdict) == (7, "failed")
+    assert record.why.startswith(f"nothing.py: {nothing} ended without a training step: it never called backward()")
 
 
 def test_a_script_that_fails(tmp_path: Path) -> None:
@@ -126,7 +126,10 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
         (["--ranks", "1,1", MASKS], "--ranks 1,1; allowed: two different numbers of processes"),
         (["record.json", "a.json", "b.json"], "mezzo diff record.json has 2 records to compare it with; allowed: one"),
         (["record.json"], "mezzo diff record.json has 0 records to compare it with; allowed: one"),
-        (["--compile", "keras.py"], "mezzo diff is not available for Keras"),
+        (
+            ["--compile", "keras.py"],
+            "mezzo diff was given for a Keras on tensorflow script, and compiled steps hide their values",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -21,7 +21,7 @@ SCRIPT = str(SCRIPTS / "diff" / "processes.py")
         ("", "rounding", None),
         ("missing", "beyond rounding", ("gradient", "4.weight", 1)),
         ("sum", "beyond rounding", ("allreduce", "(script)", 1)),
-        ("bf16", "beyond rounding", ("gradient", "4.weight", 1)),
+        ("bf16", "beyond rounding", ("allreduce", "(script)", 1)),
         ("local statistics", "beyond rounding", ("batch_norm", "2", 1)),
     ],
 )
