@@ -184,6 +184,11 @@ def family(kernel: str) -> str:
     return "product" if kernel in _PRODUCTS else kernel
 
 
+def same_function(one: Event, other: Event) -> bool:
+    """Return whether two events are of one function, with whatever kernel."""
+    return one.op == other.op or family(one.kernel) == family(other.kernel)
+
+
 def _function(event: Event) -> Hashable:
     """Return what operations have in common that compute the same: its name, its result's shape, and the length of its sums."""
     return family(event.kernel), event.outputs[0].shape, event.flops, event.kind == "cast" and event.outputs[0].format

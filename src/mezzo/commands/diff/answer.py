@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.commands.diff.align import family
+from mezzo.commands.diff.align import same_function
 from mezzo.commands.diff.judge import Beginning, Parting, bits_kept
 from mezzo.commands.diff.record import (
     DiffBeginning,
@@ -123,7 +123,7 @@ def _by(a: ValuesLog, b: ValuesLog, one: Beginning) -> DifferentBy:
         return "settings"
     if any(other.draws for other in drawn):
         return "random numbers"
-    if one.only_a or one.only_b or family(event.kernel) != family(b.events[one.b].kernel):
+    if one.only_a or one.only_b or not same_function(event, b.events[one.b]):
         return "operations"
     if one.formats is not None:
         return "format"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, family
+from mezzo.commands.diff.align import REARRANGES, Pairs, aligned, same_function
 from mezzo.observe.values.log import (
     LEAVES,
     OUTCOMES,
@@ -327,7 +327,7 @@ def _counts(event: Event, *, casts: bool) -> bool:
 
 
 def _settings(one: Event, other: Event) -> tuple[tuple[str, str], ...]:
-    if one.settings == other.settings or (one.kind == "operation" and family(one.kernel) != family(other.kernel)):
+    if one.settings == other.settings or (one.kind == "operation" and not same_function(one, other)):
         return ()
     if len(one.settings) == len(other.settings):
         return tuple((x, y) for x, y in zip(one.settings, other.settings, strict=True) if x != y)
