@@ -26,6 +26,8 @@ _MOST_PLACES = 12
 _BAND = 0.2
 """How far a ratio of probabilities may be from 1: the clip range of PPO (Schulman et al., arXiv:1707.06347, section 6.1)."""
 _SUMS_TO_ONE = 1e-2
+_OPPOSITE = 2.0
+"""The relative distance of vectors of one length in opposite directions."""
 _WHOLE = {"gradient": "gradients", "update": "updates", "state": "statistics"}
 
 
@@ -140,7 +142,7 @@ def _outcomes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[DiffOutcom
         for step in sorted({event.step for event in a.events if event.kind == kind}):
             of_step = [n for n in found.pairs if (a.events[n].kind, a.events[n].step) == (kind, step)]
             if of_step:
-                allowed = together(a, {n: found.allowed[n] for n in of_step})
+                allowed = together(a, {n: min(found.allowed[n], _OPPOSITE) for n in of_step})
                 yield DiffOutcome(what=name, step=step, distance=whole_distance(a, b, of_step, found), allowed=allowed)
 
 

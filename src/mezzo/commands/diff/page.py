@@ -156,7 +156,7 @@ def _first(record: DiffRecord) -> list[Fact]:
     pair = record.first
     if pair is None or any(one.b == pair.b for one in record.beginnings):
         return []
-    return [Fact(what=_at(pair.b), value=_apart(pair), reason=_where(pair.b), lines=_lines_of(pair))]
+    return [Fact(what=_at(pair.b), value=_apart(pair), reason=_where(pair.b))]
 
 
 def _apart(pair: ValuePair) -> str:
@@ -294,10 +294,6 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
 
 def _lines(record: DiffRecord) -> list[tuple[str, str]]:
     return [(one.b.line, fmt.clean(one.b.op)) for one in record.beginnings[:_FEW] if one.b.line]
-
-
-def _lines_of(pair: ValuePair) -> tuple[str, ...]:
-    return (pair.b.line,) if pair.b.line else ()
 
 
 def _next(record: DiffRecord) -> Iterator[NextStep]:
