@@ -176,6 +176,8 @@ NOT_CARRIED = {
     "--budget": "a check's time says nothing about a search's",
     "--checkpoint": "predict takes it for a model by name, and tune takes several plans",
     "--steps": "tune's are those of a round",
+    "--compile": "diff compares what is compiled with what is not",
+    "--vary": "tune's values are those to choose from, and diff's are two",
     "--resume": "it belongs to one command's folder",
 }
 

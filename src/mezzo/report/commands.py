@@ -38,7 +38,7 @@ CARRIED: Mapping[str, tuple[str, ...]] = {
     "--on": ("compare", "check", "fallback", "tune"),
     "--channels-last": ("run", "predict"),
     "--log-to": (
-        *("run", "compare", "check", "audit", "diagnose", "ranges", "fallback"),
+        *("run", "compare", "check", "audit", "diagnose", "diff", "ranges", "fallback"),
         *("predict", "tune", "watch", "resume-check"),
     ),
 }
