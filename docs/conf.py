@@ -69,13 +69,13 @@ CONTENTS: dict[str, list[str]] = {
         *(f"details/{name}" for name in ("patch", "checkpointing", "micro-batches", "apex", "keras", "paddle")),
     ],
     "Evidence": [
-        *("evidence/predictions", "evidence/held-out", "evidence/verdicts", "evidence/tests", "h100", "benchmarks"),
+        *("evidence/predictions", "evidence/held-out", "evidence/differences", "evidence/verdicts", "evidence/tests", "h100", "benchmarks"),
         *("article-numbers", "paper", "examples", "public-scripts", "public-reports"),
     ],
     "中文": [
         *("zh-CN/start", "zh-CN/run", "zh-CN/compare", "zh-CN/nan", "zh-CN/memory", "zh-CN/predict", "zh-CN/watch"),
         *("zh-CN/resume", "zh-CN/distributed", "zh-CN/paddle", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting"),
-        *("zh-CN/check", "zh-CN/audit", "zh-CN/loss-scale", "zh-CN/fallback", "zh-CN/troubleshooting-speed", "zh-CN/glossary"),
+        *("zh-CN/check", "zh-CN/audit", "zh-CN/loss-scale", "zh-CN/fallback", "zh-CN/diff", "zh-CN/troubleshooting-speed", "zh-CN/glossary"),
         *("zh-CN/install", "zh-CN/tune", "zh-CN/guardrails", "zh-CN/patch", "zh-CN/session", "zh-CN/keras", "zh-CN/trainers"),
     ],
     "Inside Mezzo": [],
