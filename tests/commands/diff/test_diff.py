@@ -18,9 +18,9 @@ NEAREST = ('mode="bilinear", align_corners=False', 'mode="nearest"')
 LONGER = ("range(2)", "range(3)")
 
 
-def script(folder: Path, *edit: str, name: str = "other.py") -> str:
+def script(folder: Path, old: str = "", new: str = "", *, name: str = "other.py") -> str:
     path = folder / name
-    path.write_text(text_of("masks").replace(*edit) if edit else text_of("masks"))
+    path.write_text(text_of("masks").replace(old, new) if old else text_of("masks"))
     return str(path)
 
 

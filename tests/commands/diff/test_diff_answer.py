@@ -17,7 +17,8 @@ RANDOM = np.random.default_rng(0)
 
 def log_probabilities(rows: int, words: int, scale: float = 1.0) -> Floats:
     logits = scale * RANDOM.normal(size=(rows, words))
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    found: Floats = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return found
 
 
 def test_kl_is_exact_for_rows_of_log_probabilities() -> None:

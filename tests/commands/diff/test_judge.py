@@ -63,7 +63,8 @@ def log_of(*made: Made, unit: float = 0.0) -> ValuesLog:
 
 def chain(*values: float, end: EventKind = "loss") -> list[Made]:
     """Return events that each read the one before, the last of which is an outcome."""
-    kinds: list[EventKind] = [*(["operation"] * (len(values) - 1)), end]
+    inner: list[EventKind] = ["operation"] * (len(values) - 1)
+    kinds = [*inner, end]
     return [Made(value, (n - 1,) if n else (), kind) for n, (value, kind) in enumerate(zip(values, kinds, strict=True))]
 
 

@@ -210,14 +210,14 @@ def _leaves_read_alike(a: ValuesLog, b: ValuesLog, pairs: Pairs) -> Pairs:
             if leaves and left.outputs == right.outputs and one.event not in found and two.event not in taken:
                 found[one.event] = two.event
                 taken.add(two.event)
-    leaves_of = {id(log): [n for n, e in enumerate(log.events) if e.kind in ("data", "constant")] for log in (a, b)}
-    rest = _numbered([n for n in leaves_of[id(a)] if n not in found], a, lambda e: _bits(e, a))
-    same = _numbered([n for n in leaves_of[id(b)] if n not in taken], b, lambda e: _bits(e, b))
+    rest, same = (_with_bits(log, paired) for log, paired in ((a, set(found)), (b, taken)))
     return found | {n: same[key] for key, n in rest.items() if key in same}
 
 
-def _bits(event: Event, log: ValuesLog) -> Hashable:
-    return event.kind, event.step, event.outputs, int(log.hashes[event.row])
+def _with_bits(log: ValuesLog, paired: set[int]) -> dict[Hashable, int]:
+    """Return the data and constants without a counterpart, by their bits."""
+    rest = [n for n, event in enumerate(log.events) if event.kind in ("data", "constant") and n not in paired]
+    return _numbered(rest, log, lambda event: (event.kind, event.step, event.outputs, int(log.hashes[event.row])))
 
 
 # A value with the same bits in all processes counts once: a weight, or a gradient after its reduction. Otherwise its processes are taken

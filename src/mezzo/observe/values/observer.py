@@ -178,6 +178,7 @@ class RecordedValues(TracingObserver):
             if gradient is None or parameter in self._before:
                 continue
             self._before[parameter] = local(parameter.detach()).clone()
+            tracer.attempt(lambda p=parameter: tracer.see(p))  # type: ignore[misc]
             tracer.attempt(
                 lambda p=parameter, g=gradient: self._note_gradient(p, g)  # type: ignore[misc]
             )

@@ -170,6 +170,10 @@ class ValuesTracer(PlacingTracer):
         """Return the event of a value that no event made; None for any other."""
         return self._leaves.get(tensor)
 
+    def see(self, tensor: Tensor) -> None:
+        """Record a value that no event made before it changes."""
+        self._read(tensor)
+
     def knows(self, tensor: Tensor) -> bool:
         """Return whether any event has made or read a tensor."""
         return self._makers.get(tensor) is not None
