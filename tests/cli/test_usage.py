@@ -39,9 +39,11 @@ FILES = {
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
 RUN_OPTIONS = (
     "--policy, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
-    "-m, --out, --log-to, --json, --verbose"
+    "--fingerprints, -m, --out, --log-to, --json, --verbose"
 )
-COMMANDS = "doctor, check, run, compare, tune, watch, audit, diagnose, ranges, fallback, predict, resume-check, report"
+COMMANDS = (
+    "doctor, check, run, compare, tune, watch, audit, diagnose, diff, ranges, fallback, predict, resume-check, report"
+)
 
 # What is typed after mezzo, the message, the hint; trailing dots stand for more text.
 Wrong = tuple[str, str, str]

@@ -79,7 +79,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """Words that people try as commands, and the command that does it, with an option where it needs one."""
 
-LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
+LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "diff", "ranges", "fallback")
 """The commands that an option without a command is tried with, in this order."""
 
 
@@ -104,6 +104,8 @@ EXAMPLES: Mapping[str, str] = {
     "ACTION": "stop",
     "CHANGES": "channels-last,compile",
     "NAME=VALUES": "batch-size=32,64",
+    "COMMIT": "main~1",
+    "COUNTS": "1,2",
     "ARGUMENTS": "'--resume last.pt'",
     "LIBRARY:NAME": "timm:resnet50",
     "OPTIMIZER": "adamw",

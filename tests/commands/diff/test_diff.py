@@ -71,10 +71,13 @@ def test_the_same_script_twice_is_identical_and_needs_no_more_runs(tmp_path: Pat
     assert record.num_identical == record.num_paired == record.num_values > 200
 
 
-def test_scripts_of_different_lengths_are_compared_as_far_as_both_go(tmp_path: Path) -> None:
-    code, record = diff(tmp_path / "out", "--steps", "3", MASKS, script(tmp_path, *LONGER))
-    assert (code, record.verdict) == (0, "identical")
-    assert record.steps == [1, 2]
+def test_scripts_with_other_numbers_of_steps_are_not_called_identical(tmp_path: Path) -> None:
+    longer = script(tmp_path, *LONGER)
+    code, record = diff(tmp_path / "out", "--steps", "3", MASKS, longer)
+    assert (code, record.verdict) == (1, "failed")
+    assert record.why == "the first run has 2 steps and the second 3: compare 2, with --steps 2"
+    code, record = diff(tmp_path / "two", "--steps", "2", MASKS, longer)
+    assert (code, record.verdict, record.steps) == (0, "identical", [1, 2])
 
 
 def test_records(tmp_path: Path) -> None:

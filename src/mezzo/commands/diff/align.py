@@ -225,10 +225,14 @@ def _with_bits(log: ValuesLog, paired: set[int]) -> dict[Hashable, int]:
 
 
 def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
-    """Return the values of several processes as one log; rank 0's alone where they did not run the same operations."""
+    """Return the values of several processes as one log; rank 0's alone, with the reason, where they did not run the same operations."""
     lead = logs[0]
-    if len(logs) == 1 or any([e.op for e in log.events] != [e.op for e in lead.events] for log in logs[1:]):
+    if len(logs) == 1:
         return lead
+    other = next((n for n, log in enumerate(logs) if [e.op for e in log.events] != [e.op for e in lead.events]), None)
+    if other is not None:
+        why = f"rank {other} ran other operations, so that its values are no parts of the same ones"
+        return replace(lead, environment={**lead.environment, "ranks": why})
     numbers, hashes = lead.numbers.copy(), lead.hashes.copy()
     events: list[Event] = []
     for n, event in enumerate(lead.events):

@@ -21,8 +21,9 @@ from mezzo.commands.diff.record import (
     ValuePlace,
 )
 from mezzo.observe.values.log import LEAVES, SQUARES, Event, Floats, ValuesLog
+from mezzo.records import Note
 
-_MOST_PLACES = 12
+_MOST_PLACES, _MOST_NAMES = 12, 3
 _BAND = 0.2
 """How far a ratio of probabilities may be from 1: the clip range of PPO (Schulman et al., arXiv:1707.06347, section 6.1)."""
 _SUMS_TO_ONE = 1e-2
@@ -35,6 +36,8 @@ def answer(
     a: ValuesLog, b: ValuesLog, found: Parting, *, control: ValuesLog | None, control_of_b: bool
 ) -> dict[str, Any]:
     """Return the parts of a record that follow from two logs."""
+    if why := not_comparable(a, b, found):
+        return {"verdict": "failed", "why": why}
     errors = _Errors(a, b, control if not control_of_b else None, control if control_of_b else None)
     first = None if found.first is None else _pair(a, b, *found.first, found, errors)
     return {
@@ -50,7 +53,37 @@ def answer(
         "points": list(_points(a.points, b.points)),
         "growth": list(_growth(a, found)),
         "unstable": [_place(a.events[n]) for n in found.unstable[:_MOST_PLACES]],
+        "notes": list(_notes(a, b, found)),
     }
+
+
+def not_comparable(a: ValuesLog, b: ValuesLog, found: Parting) -> str:
+    """Return why two runs cannot be compared; empty if they can."""
+    steps = [max((event.step for event in log.events), default=0) for log in (a, b)]
+    if steps[0] != steps[1]:
+        return f"the first run has {steps[0]} steps and the second {steps[1]}: compare {min(steps)}, with --steps {min(steps)}"
+    weights = [n for n, event in enumerate(a.events) if event.kind == "weight"]
+    if weights and not any(n in found.pairs for n in weights):
+        return "no weight of the first run has the name or the shape of one of the second: they are different models"
+    return ""
+
+
+def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
+    for log, only, run in ((a, found.only_a, "first"), (b, found.only_b, "second")):
+        for kind in ("gradient", "update", "point"):
+            names = [log.events[n].module or log.events[n].op for n in only if log.events[n].kind == kind]
+            if names:
+                listed = ", ".join(names[:_MOST_NAMES]) + (
+                    f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+                )
+                yield Note(
+                    what=f"{kind}s of {listed}",
+                    value=f"only in the {run} run",
+                    reason="the other one has none in this step",
+                )
+    for log, run in ((a, "first"), (b, "second")):
+        if "ranks" in log.environment:
+            yield Note(what=f"processes of the {run} run", value="rank 0 alone", reason=log.environment["ranks"])
 
 
 def verdict_of(a: ValuesLog, found: Parting) -> DiffVerdict:
@@ -61,6 +94,8 @@ def verdict_of(a: ValuesLog, found: Parting) -> DiffVerdict:
         if kinds & {"weight", "buffer"} and first.step == 1 and first.kind in LEAVES:
             return "different weights"
         return "different data" if first.kind == "data" else "beyond rounding"
+    if found.only_a or found.only_b:
+        return "beyond rounding"
     if found.identical:
         return "identical"
     return "not repeatable" if found.unstable else "rounding"

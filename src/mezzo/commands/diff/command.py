@@ -13,7 +13,6 @@ import typer
 from mezzo.children.signals import Stopped, stoppable
 from mezzo.cli import options, results
 from mezzo.cli.progress import shown
-from mezzo.cli.ranks import refuse_in_several
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import typed
@@ -45,11 +44,12 @@ def diff(
     ranks: Annotated[
         str | None,
         typer.Option(
-            metavar="N,M", help="Compare the script in so many processes of this machine, as torchrun starts them."
+            metavar="COUNTS",
+            help="Compare the script in one number of processes of this machine with another, as torchrun starts them.",
         ),
     ] = None,
     vary: Annotated[
-        str | None, typer.Option(metavar="OPTION=A,B", help="Compare two values of an option of the script.")
+        str | None, typer.Option(metavar="NAME=VALUES", help="Compare two values of an option of the script.")
     ] = None,
     steps: Annotated[
         int,
@@ -66,9 +66,10 @@ def diff(
 
     What rounding explains is measured: the script runs once more, with its rounding errors mirrored at random.
 
-    Exit code 0: identical, or apart by rounding alone; 1: further apart, or nothing to compare.
+    Exit code 0: identical, or apart by rounding alone; 1: further apart. A script that fails keeps its own exit code.
     """
-    refuse_in_several("mezzo diff", hint="run it in one process")
+    if not _is_record(script.target):
+        script.check_supported("mezzo diff")
     began_s = time.monotonic()
     given = {
         "--policies": policies,
@@ -109,7 +110,7 @@ def _mode(script: Script, given: dict[str, str]) -> tuple[Mode, str]:
         return "scripts", ""
     raise UsageError(
         "there is nothing to compare the script with; allowed: --policies A,B, --checkout COMMIT, "
-        "--compile, --ranks N,M, --vary OPTION=A,B, or a second script",
+        "--compile, --ranks 1,2, --vary NAME=A,B, or a second script",
         hint=f"type: {with_value('--policies', 'fp32,bf16')}",
     )
 

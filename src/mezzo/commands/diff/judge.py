@@ -32,6 +32,7 @@ from mezzo.observe.values.log import (
 _ADDS = frozenset(("add", "add_", "sub", "sub_", "sum", "accumulate_grad", "cat", "stack"))
 _ONLY_READ = ("cast", "gradient", "loss", "point", "state")
 _TINY = 1e-300
+_ALWAYS_BOTH = ("gradient", "update", "point")
 TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
@@ -79,11 +80,15 @@ class Parting:
     """In the order of the first run."""
     unstable: list[int] = field(default_factory=list)
     """Events of the first run at which it does not repeat itself, the earliest of each chain."""
+    only_a: list[int] = field(default_factory=list)
+    """Gradients, updates and compare points that only the first run has."""
+    only_b: list[int] = field(default_factory=list)
+    """The same of the second run."""
 
     @property
     def identical(self) -> bool:
-        """Whether all bits of all values are equal."""
-        return not any(self.distance.values())
+        """Whether both runs have the same gradients, updates and compare points, and all bits of all values are equal."""
+        return not (any(self.distance.values()) or self.only_a or self.only_b)
 
 
 def judge(
@@ -107,6 +112,9 @@ def judge(
     """
     pairs = aligned(a, b)
     found = Parting(pairs=pairs)
+    found.only_a = [n for n, event in enumerate(a.events) if event.kind in _ALWAYS_BOTH and n not in pairs]
+    of_b = set(pairs.values())
+    found.only_b = [n for n, event in enumerate(b.events) if event.kind in _ALWAYS_BOTH and n not in of_b]
     repeats = {} if again is None else _apart(a, again)
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})

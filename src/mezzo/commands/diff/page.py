@@ -83,6 +83,8 @@ def _sentence(record: DiffRecord, script: str) -> str:
     both = f"{a} and {b}" if record.mode in ("scripts", "records") else f"{script}, {a} and {b}"
     if record.beginnings and record.verdict == "beyond rounding":
         return f"{both} part at {_at(record.beginnings[0].b)}"
+    if record.verdict == "beyond rounding":
+        return f"{both} do not train the same"
     return {
         "identical": f"{both} are identical",
         "rounding": f"{both} are apart by rounding alone",
@@ -97,6 +99,8 @@ def _detail(record: DiffRecord) -> str:
         return f"{fmt.clean(record.why)}."
     if record.beginnings:
         return f"{_why(record.beginnings[0])}."
+    if record.verdict == "beyond rounding" and record.notes:
+        return f"{fmt.clean(record.notes[0].what)}: {record.notes[0].value}.".capitalize()
     if record.verdict == "rounding" and record.first is not None:
         return f"The first value that is not identical is {_at(record.first.b)}."
     if record.verdict == "not repeatable":
@@ -114,6 +118,8 @@ def _why(one: DiffBeginning) -> str:
             f"{fmt.clean(x or 'nothing')} and {fmt.clean(y or 'nothing')}" for x, y in one.settings[:_FEW]
         )
         return f"Its settings differ: {pairs}{more}"
+    if one.by == "operations" and not (one.only_a or one.only_b):
+        return f"It is {fmt.clean(one.a.op)} in the first run and {fmt.clean(one.b.op)} in the second{more}"
     if one.by == "operations":
         return " ".join(_only(one)).rstrip(".") + more
     if one.by == "format":

@@ -13,7 +13,7 @@ from typing import Any
 
 from mezzo.children.signals import stoppable
 from mezzo.commands.diff.align import as_one
-from mezzo.commands.diff.answer import answer, final_distance
+from mezzo.commands.diff.answer import answer, final_distance, not_comparable
 from mezzo.commands.diff.judge import judge
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
@@ -51,7 +51,7 @@ class DiffRuns:
         if a is None or b is None:
             return {"verdict": "failed", "why": self.failed}
         found = judge(a, b)
-        if found.identical:
+        if found.identical or not_comparable(a, b, found):
             return answer(a, b, found, control=None, control_of_b=False)
         lower = self.lowers
         again = self._log("a-again", self.a)
