@@ -261,6 +261,18 @@ def test_no_measurement_validates_a_step_that_the_host_bounds(
     assert (found.bounds["launch"] == 1) is launch
 
 
+@pytest.mark.parametrize(("kernel", "batch", "why"), [(3, 32, ""), (3, 31, "batch"), (0, 31, "")])
+def test_no_measurement_validates_a_small_batch_of_a_convolutional_network(kernel: int, batch: int, why: str) -> None:
+    def build() -> nn.Module:
+        if not kernel:
+            return nn.Linear(256, 64)
+        return nn.Sequential(nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 64, kernel, padding=1), nn.Flatten())
+
+    pair = Tapes.record(lambda size: trained_tape(build, 256, batch=size, policy="fp32"), 64)
+    found = predict({"fp32": pair}, gpu_named("t4"), "fp32", batch=batch, host=FAST)
+    assert (found.not_validated, found.validated) == (why, not why)
+
+
 def test_tf32_where_there_is_none_is_no_gain_and_as_valid_as_fp32(tapes: dict[str, Tapes]) -> None:
     found = predict(tapes, gpu_named("t4"), "tf32", batch=64, host=FAST)
     assert (found.verdict, found.validated) == ("", True)

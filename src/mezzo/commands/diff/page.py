@@ -299,7 +299,9 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
 
 
 def _lines(record: DiffRecord) -> list[tuple[str, str]]:
-    return [(one.b.line, fmt.clean(one.b.op)) for one in record.beginnings[:_FEW] if one.b.line]
+    """Return the lines where differences begin, in both scripts."""
+    places = [(place, run) for one in record.beginnings[:_FEW] for place, run in ((one.a, "first"), (one.b, "second"))]
+    return [(place.line, f"{fmt.clean(place.op)}, {run} run") for place, run in places if place.line]
 
 
 def _next(record: DiffRecord) -> Iterator[NextStep]:

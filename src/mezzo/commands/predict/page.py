@@ -201,7 +201,11 @@ def _limits(record: PredictRecord) -> Iterator[str]:
         yield "over: larger batches fit as well, but no measurement that predictions were compared with has one."
 
 
-_WHY_NOT = {"measurements": "for want of measurements", "host": "as no measured step is bound by the host"}
+_WHY_NOT = {
+    "measurements": "for want of measurements",
+    "host": "as no measured step is bound by the host",
+    "batch": "as no measured convolutional network has a batch below 32",
+}
 
 
 def _not_validated(record: PredictRecord) -> Iterator[str]:

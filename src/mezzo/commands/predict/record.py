@@ -63,8 +63,9 @@ class Prediction(Value):
     """Why it is not possible, or what the policy becomes on this GPU."""
     validated: bool = False
     """Whether the constants were fitted on measurements like it: of its architecture and precision, and bound by the GPU."""
-    not_validated: Literal["", "measurements", "host"] = ""
-    """Why not: nothing like it was measured, or no measured step is bound by the host as this one; empty in older records."""
+    not_validated: Literal["", "measurements", "host", "batch"] = ""
+    """Why not: nothing like it was measured, no measured step is bound by the host as this one, or no measured convolutional network
+    has so small a batch; empty in older records."""
     calibrated: bool = False
     """Whether the time follows from rates measured on this machine instead of the constants."""
     step_ms: float = 0.0
