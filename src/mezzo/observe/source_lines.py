@@ -27,7 +27,9 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 _PASSED_THROUGH = (
     *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
     str(Path(_MEZZO, "engine", "casts", "registration.py")),
+    str(Path(_MEZZO, "observe", "location.py")),
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
+    str(Path(_MEZZO, "observe", "values", "tracer.py")),
     str(Path(_MEZZO, "observe", "lint", "torch_calls.py")),
     str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )

@@ -349,7 +349,7 @@ class ValuesTracer(PlacingTracer):
             apart = torch.linalg.vector_norm(flat_fp64(narrow) - flat_fp64(wide))
             relative = apart / torch.linalg.vector_norm(flat_fp64(wide))
             worst = relative if worst is None else torch.maximum(worst, relative)
-            if self._mirrored:
+            if self._mirrored and apart.item() != 0:
                 self._mirror(wide, narrow)
         return worst
 
@@ -357,12 +357,15 @@ class ValuesTracer(PlacingTracer):
         generator = self._generators.get(result.device)
         if generator is None:
             generator = self._generators[result.device] = torch.Generator(result.device).manual_seed(_SEED)
-        chosen, dither = torch.rand((2, *result.shape), generator=generator, device=result.device)
+        drawn = torch.rand(
+            result.shape, generator=generator, device=result.device
+        )  # one draw for both: below the share, and where in it
         opposite = 2 * exact - result.double()
         # Rounding to nearest would return most results to where they were: an error of a quarter of a unit mirrors into half of one.
-        unit = torch.finfo(result.dtype).eps * torch.frexp(opposite.abs())[1].sub(1).double().exp2()
-        opposite = (opposite + (dither.double() - 0.5) * unit * (exact != result)).to(result.dtype)
-        result.copy_(torch.where((chosen < _SHARE) & opposite.isfinite(), opposite, result))
+        unit = torch.finfo(result.dtype).eps * torch.frexp(opposite.abs())[1].sub_(1).double().exp2_()
+        dither = drawn.div(_SHARE).frac_().sub_(0.5) * unit
+        opposite = (opposite + dither * (exact != result)).to(result.dtype)
+        result.copy_(torch.where((drawn < _SHARE) & opposite.isfinite(), opposite, result))
 
 
 def _shown(func: Any, results: list[Tensor]) -> list[Tensor]:
