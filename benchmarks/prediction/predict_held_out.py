@@ -15,6 +15,7 @@ from benchmarks.prediction.rows import Measured, bound_by_host, measured, ratios
 from benchmarks.prediction.zoo.trainings import NotBuilt
 from benchmarks.shared import csv_rows, options
 from benchmarks.shared.harness import Row, store
+from mezzo.measure.predict.plan import LEAST_OF_IMAGES
 from mezzo.measure.predict.time import fitted
 
 HELD_OUT = Path(__file__).with_name("held_out.csv")
@@ -58,11 +59,17 @@ def main(argv: Sequence[str] = ()) -> None:
 def trusted(rows: Sequence[Measured]) -> list[str]:
     """Return for each row whether ``mezzo predict`` calls it validated, or why it does not."""
     by_host = bound_by_host(rows, fitted().constants)
-    covered = [fitted().covers(row.gpu.architecture, row.row.precision) for row in rows]
-    return [
-        "not validated, not measured" if not known else "not validated, bound by the host" if host else "validated"
-        for known, host in zip(covered, by_host, strict=True)
-    ]
+    found = []
+    for row, host in zip(rows, by_host, strict=True):
+        if not fitted().covers(row.gpu.architecture, row.row.precision):
+            found.append("not validated, not measured")
+        elif host:
+            found.append("not validated, bound by the host")
+        elif row.kind == "convolutional" and int(row.cells["batch_per_gpu"]) < LEAST_OF_IMAGES:
+            found.append("not validated, small batch")
+        else:
+            found.append("validated")
+    return found
 
 
 def said(found: np.ndarray) -> str:
