@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class RecordedValues(TracingObserver):
         self._before = WeakTensorKeyDictionary()
         """Copies of the weights from before the steps of the running optimizers."""
         self._handles: list[Any] = []
+        self._undo_deterministic: Callable[[], None] = lambda: None
         self._points: list[tuple[str, Tensor]] = []
         self.problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
@@ -64,6 +65,8 @@ class RecordedValues(TracingObserver):
             np.random.seed(self._settings.seed)
             torch.manual_seed(self._settings.seed)
         if self._settings.deterministic:
+            before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+            self._undo_deterministic = lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.use_deterministic_algorithms(True, warn_only=True)
         self._handles = [register_optimizer_step_pre_hook(self._stepping)]
         self._unlisten = listen(self._point)
@@ -134,6 +137,7 @@ class RecordedValues(TracingObserver):
             handle.remove()
         if self._handles:
             self._unlisten()
+            self._undo_deterministic()
         self._handles = []
 
     def too_short(self) -> bool:
