@@ -71,6 +71,11 @@ WRONG: list[Wrong] = [
         "mezzo run has no option --policies; ...",
         "type: mezzo compare --policies fp32,bf16 train.py",
     ),
+    (
+        "run --fingerprints --snapshot 5m train.py",
+        "--fingerprints with --snapshot or --resume; allowed: one of them",
+        "leave one of them out",
+    ),
     (  # no command has both
         "check --write-patch --steps 30 train.py",
         "mezzo check has no option --steps; ...",

@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +20,8 @@ from mezzo.errors import UsageError
 from mezzo.temporary import temporary_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mezzo.commands.diff.sides import Mode, Side
     from mezzo.records import DiffRecord, RunRecord
 
@@ -31,6 +33,7 @@ HELP = HelpPage(
 )
 
 _SAME = ("identical", "rounding")
+_STEPS = 2
 
 
 def diff(
@@ -52,19 +55,20 @@ def diff(
         str | None, typer.Option(metavar="NAME=VALUES", help="Compare two values of an option of the script.")
     ] = None,
     steps: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", min=1, max=100, help="Number of training steps to compare. The script stops after them."
+            metavar="N", min=1, max=100, help="Number of training steps to compare; 2 if left out. The script stops there."
         ),
-    ] = 2,
+    ] = None,
 ) -> None:
     """Find the operation from which on two runs differ by more than rounding, and what is different there.
 
     Compares two policies, a commit with the script as it is, eager with compiled, one process with two, or two values of an option. A
     second script takes the same arguments: mezzo diff old.py new.py. Records of mezzo run --fingerprints can come from two machines:
-    mezzo diff a/record.json b/record.json. All runs have the same seeds and deterministic kernels.
+    mezzo diff a/record.json b/record.json.
 
-    What rounding explains is measured: the script runs once more, with its rounding errors mirrored at random.
+    Both runs get the same seed and deterministic kernels. What rounding explains is measured: the script runs once more, with its rounding
+    errors mirrored at random. Two records stay as they are, and what rounding explains is estimated.
 
     Exit code 0: identical, or apart by rounding alone; 1: further apart. A script that fails keeps its own exit code.
     """
@@ -78,12 +82,13 @@ def diff(
         "--ranks": ranks,
         "--vary": vary,
     }
-    mode, text = _mode(script, {name: value for name, value in given.items() if value is not None})
-    if mode == "records":
-        _finish_records(script, began_s)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if _is_record(script.target):
+        _finish_records(script, [*chosen, *(["--steps"] if steps is not None else [])], began_s)
+    mode, text = _mode(script, chosen)
     with temporary_folder() if mode == "checkout" else nullcontext(Path()) as commit_folder:
         sides = _sides(script, mode, text, folder=Path(commit_folder))
-        _finish_runs(script, mode, sides, steps=tuple(range(1, steps + 1)), began_s=began_s)
+        _finish_runs(script, mode, sides, steps=tuple(range(1, (steps or _STEPS) + 1)), began_s=began_s)
 
 
 def _mode(script: Script, given: dict[str, str]) -> tuple[Mode, str]:
@@ -95,8 +100,6 @@ def _mode(script: Script, given: dict[str, str]) -> tuple[Mode, str]:
     from mezzo.cli.words import with_value
 
     words = script.arguments or []
-    if _is_record(script.target):
-        return "records", ""
     if len(given) > 1:
         first, second = list(given)[:2]
         raise UsageError(
@@ -141,16 +144,17 @@ def _finish_runs(
 ) -> None:
     from mezzo.commands.diff.runs import DiffRuns
     from mezzo.studies.loop import Study
+    from mezzo.studies.side_by_side import one_after_another
 
     for side in sides:
         side.script.check(side.policy)
     folder = script.folder("diff", leaves=("a", "b"))
-    finished = finished_before(replace(script, resume=None), folder, "diff", say=results.note)
-    engine = options.engine_of(None, None)
-    runs = DiffRuns(a=sides[0], b=sides[1], folder=folder, study=Study(engine, finished), steps=steps, say=results.note)
+    finished = finished_before(script, folder, "diff", say=results.note)
+    study = Study(one_after_another, finished)
+    runs = DiffRuns(a=sides[0], b=sides[1], folder=folder, study=study, steps=steps, say=results.note)
     with stoppable() as stop:
         try:
-            with shown(), engine.opened(folder):
+            with shown(), one_after_another.opened(folder):
                 parts = runs.run()
         except Stopped as stopped:
             results.note(f"{stopped}; the records of its runs are in {folder}")
@@ -169,13 +173,27 @@ def _finish_runs(
     raise typer.Exit(stop.exit_code or own or int(record.verdict not in _SAME))
 
 
-def _finish_records(script: Script, began_s: float) -> None:
-    """Compare two records, and end the command."""
+def _finish_records(script: Script, given: Sequence[str], began_s: float) -> NoReturn:
+    """Compare two records, and end the command.
+
+    Args:
+        script: the words that were typed: the first record, and in its arguments the second.
+        given: options of the command that choose what to run.
+        began_s: when the command began.
+
+    Raises:
+        UsageError: there are not two records of ``mezzo run``, or an option was given.
+    """
     from mezzo.commands.diff.answer import answer
     from mezzo.commands.diff.judge import judge
     from mezzo.observe.values.log import VALUES_NAME, ValuesLog
     from mezzo.records import RunRecord, read_record
 
+    if given:
+        raise UsageError(
+            f"{given[0]} was given with two records, which are over; allowed: no option that chooses what to run",
+            hint=f"leave out {given[0]}, or compare scripts: mezzo diff old.py new.py",
+        )
     words = script.arguments or []
     if len(words) != 1:
         raise UsageError(

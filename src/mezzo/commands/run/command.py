@@ -145,7 +145,7 @@ def _check_fingerprints(script: Script, *, snapshots: bool) -> None:
     if snapshots:
         raise UsageError(
             "--fingerprints with --snapshot or --resume; allowed: one of them",
-            hint=f"type: {replacing('--fingerprints', '', without='--snapshot')}",
+            hint="leave one of them out",
         )
 
 
