@@ -129,7 +129,10 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
         (["--ranks", "1,1", MASKS], "--ranks 1,1; allowed: two different numbers of processes"),
         (["record.json", "a.json", "b.json"], "mezzo diff record.json has 2 records to compare it with; allowed: one"),
         (["--compile", "a.json", "b.json"], "--compile was given with two records, which are over; allowed: no option"),
-        (["--steps", "2", "a.json", "b.json"], "--steps was given with two records, which are over; allowed: no option"),
+        (
+            ["--steps", "2", "a.json", "b.json"],
+            "--steps was given with two records, which are over; allowed: no option",
+        ),
         (["record.json"], "mezzo diff record.json has 0 records to compare it with; allowed: one"),
         (
             ["--compile", "keras.py"],

@@ -97,3 +97,16 @@ def test_a_model_in_the_scripts_own_16_bits_is_named() -> None:
         Half(2, 1, dtype=torch.bfloat16)(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
         nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
         assert counted.effective().own_16_bits == "Half"
+
+
+@pytest.mark.parametrize(("names", "compiled"), [((), [""]), (("head", "conv"), ["conv", "head"]), (("other",), [])])
+def test_only_the_named_modules_are_compiled(names: tuple[str, ...], compiled: list[str]) -> None:
+    with switched(None) as (run, counted):
+        training = TorchTraining(run, counted)
+        training.change_models(ModelChanges(compiles=True, compile_only=names))
+        model = Seeing()
+        calls: list[str] = []
+        for path, part in model.named_modules():
+            part.compile = lambda path=path: calls.append(path)  # type: ignore[method-assign]
+        model(torch.zeros(2, 3, 8, 8))
+    assert calls == compiled

@@ -57,7 +57,10 @@ def diff(
     steps: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, max=100, help="Number of training steps to compare; 2 if left out. The script stops there."
+            metavar="N",
+            min=1,
+            max=100,
+            help="Number of training steps to compare; 2 if left out. The script stops there.",
         ),
     ] = None,
 ) -> None:

@@ -127,7 +127,7 @@ def _why(one: DiffBeginning) -> str:
     if one.by == "part":
         return f"It reads another part of the same value{more}"
     if one.by == "random numbers":
-        return f"It draws other random numbers{more}"
+        return f"It, or an operation before it, draws other random numbers{more}"
     return f"The same operation on the same values gives another result{more}"
 
 
@@ -155,7 +155,12 @@ def _facts(record: DiffRecord) -> list[Fact]:
         if record.has_control
         else "not measured: growth in one operation decides"
     )
-    return rows if record.verdict == "identical" else [*rows, Fact(what="what rounding explains", value=measured)]
+    if record.verdict != "identical":
+        rows.append(Fact(what="what rounding explains", value=measured))
+    if record.compiled_alone:
+        alone = ", ".join(map(fmt.clean, record.compiled_alone))
+        rows.append(Fact(what="begins it when compiled alone", value=alone, reason="the smallest part found"))
+    return rows
 
 
 def _first(record: DiffRecord) -> list[Fact]:
@@ -309,7 +314,7 @@ def _next(record: DiffRecord) -> Iterator[NextStep]:
     best = max(record.trials, key=lambda one: one.share, default=None)
     if record.verdict == "failed" and record.mode != "scripts":
         yield from commands.alone("see whether the script also fails without Mezzo")
-    elif record.mode == "policies" and record.verdict == "rounding" and best is not None and best.share > 0.5:
+    elif record.mode == "policies" and best is not None and best.share > 0.5:
         yield from commands.step("train with what is nearest", "run", policy=best.policy)
     elif record.mode == "policies" and record.verdict in ("rounding", "beyond rounding"):
         yield from commands.step("find the modules that have to stay in fp32", "fallback", policy=record.name_b)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,13 +24,14 @@ from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.values.log import VALUES_NAME, ValuesLog
 from mezzo.policy import Policy
+from mezzo.policyfields import MODULE_FIELDS
 from mezzo.records import AnyRecord, RunRecord
 from mezzo.studies.loop import Study
 from mezzo.studies.side_by_side import output_of
 
 _FORMATS = {"bf16": "fp16", "fp16": "bf16"}
-_HELPS = 0.1
-"""The share of a distance that a policy has to remove to help."""
+_KEPT_FIELDS = ("norms", "arithmetic", "op_lists", *MODULE_FIELDS)
+"""What a policy in the other 16-bit format keeps; how the loss is scaled belongs to the format."""
 
 
 @dataclass(kw_only=True)
@@ -47,20 +50,21 @@ class DiffRuns:
 
     def run(self) -> dict[str, Any]:
         """Return the parts of the record that the runs decide."""
-        a, b = self._log("a", self.a), self._log("b", self.b, in_fp64=True)
+        a = self._log("a", self.a, "first run")
+        b = None if a is None else self._log("b", self.b, "second run", in_fp64=True)
         if a is None or b is None:
             return {"verdict": "failed", "why": self.failed}
         found = judge(a, b)
         if found.identical or not_comparable(a, b, found):
             return answer(a, b, found, control=None, control_of_b=False)
         lower = self.lowers
-        again = self._log("a-again", self.a)
-        control = self._log("control", self.b if lower else self.a, mirrored=True)
+        again = self._log("a-again", self.a, "first run again")
+        control = self._log("control", self.b if lower else self.a, "with mirrored rounding errors", mirrored=True)
         found = judge(a, b, again=again, control=control, control_of_b=lower, same_formats=not lower)
         parts = answer(a, b, found, control=control, control_of_b=lower)
         if self.b.compiled and found.beginnings:
-            parts["compiled_alone"] = self._bisected(a, again, control)
-        if lower and not found.beginnings:
+            parts["compiled_alone"] = smallest_part(a, lambda names: self._differs(names, a, again, control))
+        if lower and parts["verdict"] in ("rounding", "beyond rounding"):
             parts["trials"] = list(self._trials(a, b, final_distance(a, b, found)))
         return parts
 
@@ -73,12 +77,13 @@ class DiffRuns:
         self,
         name: str,
         side: Side,
+        what: str,
         *,
         steps: tuple[int, ...] | None = None,
         in_fp64: bool = False,
         mirrored: bool = False,
     ) -> ValuesLog | None:
-        """Run a side; return its values, None if it has none."""
+        """Run a side in the folder ``name``, which is shown as ``what``; return its values, None if it has none."""
         chosen = ValuesSettings(
             steps=steps or self.steps,
             seed=0,
@@ -89,17 +94,19 @@ class DiffRuns:
         )
         folder = self.folder / name
         request = side.request(folder, chosen)
-        self.say(f"{name}: {side.name}")
+        self.say(f"{what}: {side.name}")
         (folder / VALUES_NAME).unlink(missing_ok=True)
-        runs = run_ranks(request, size=side.ranks) if side.ranks else [(request, self.study.record(request))]
-        record = next((one for _, one in runs if isinstance(one, RunRecord) and one.exit_code), runs[0][1])
+        runs, failed = (
+            run_ranks(request, size=side.ranks) if side.ranks else ([(request, self.study.record(request))], 0)
+        )
+        record = runs[failed][1]
         assert isinstance(record, RunRecord)
         self.records[name] = record
         paths = [Path(one.record_path).with_name(VALUES_NAME) for one, _ in runs]
         if record.exit_code or not all(path.is_file() for path in paths):
             why = (
                 record.error
-                or f"it ended with exit code {record.exit_code}; what it printed is in {output_of(runs[0][0])}"
+                or f"it ended with exit code {record.exit_code}; what it printed is in {output_of(runs[failed][0])}"
             )
             self.failed = self.failed or f"{side.name}: {why}"
             return None
@@ -117,7 +124,7 @@ class DiffRuns:
         flops = sum(event.flops for event in b.events if event.step == 1) or 1
         untried = [one for one in candidates(policy, a) if one[1] != self.a.policy]
         for number, (what, tried, modules) in enumerate(untried, start=1):
-            log = self._log(f"trial-{number}", self.b.under(tried), steps=(1,))
+            log = self._log(f"trial-{number}", self.b.under(tried), what, steps=(1,))
             if log is None:
                 continue
             first = _first_step(a)
@@ -128,33 +135,46 @@ class DiffRuns:
                 policy=str(tried),
                 what=what,
                 distance=apart,
-                share=1 - apart / distance if distance else 0.0,
+                share=removed(apart, of=distance),
                 flops_in_fp32=sum(event.flops for event in raised) / flops,
                 more_bytes=kept,
             )
 
     # --- which compiled module ---------------------------------------------------------------------------------------------------
 
-    def _bisected(self, a: ValuesLog, again: ValuesLog | None, control: ValuesLog | None) -> list[str]:
-        """Return the smallest part of the model found whose compilation alone begins a difference; empty if none does."""
+    def _differs(self, names: Sequence[str], a: ValuesLog, again: ValuesLog | None, control: ValuesLog | None) -> bool:
+        """Return whether a difference begins with these modules alone compiled."""
+        models = ModelChanges(compiles=True, compile_only=tuple(names))
+        side = replace(self.b, name=", ".join(names), models=models)
+        log = self._log(f"compiled-{len(self.records)}", side, "compiled alone")
+        return log is not None and bool(judge(a, log, again=again, control=control).beginnings)
 
-        def differs(names: Sequence[str]) -> bool:
-            models = ModelChanges(compiles=True, compile_only=tuple(names))
-            side = replace(self.b, name=f"only {', '.join(names)} compiled", models=models)
-            log = self._log(f"compiled-{len(self.records)}", side)
-            return log is not None and bool(judge(a, log, again=again, control=control).beginnings)
 
-        found: list[str] = []
-        names = list(_children(a, ""))
-        while names:
-            left = names
-            while len(left) > 1:
-                half = left[: len(left) // 2]
-                left = half if differs(half) else left[len(half) :]
-            if not differs(left):
-                return found
-            found, names = left, list(_children(a, left[0]))
-        return found
+def removed(apart: float, *, of: float) -> float:
+    """Return the share of a distance that is gone; both may be infinite."""
+    if math.isinf(of):
+        return float(math.isfinite(apart))
+    return 1 - apart / of if of else 0.0
+
+
+def smallest_part(a: ValuesLog, differs: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Return the smallest part of a model found that differs on its own; empty if none does.
+
+    Args:
+        a: the first run, which names the modules.
+        differs: returns whether some modules, changed alone, begin a difference.
+    """
+    found: list[str] = []
+    names = list(_children(a, ""))
+    while names:
+        left = names
+        while len(left) > 1:
+            half = left[: len(left) // 2]
+            left = half if differs(half) else left[len(half) :]
+        if not differs(left):
+            return found
+        found, names = left, list(_children(a, left[0]))
+    return found
 
 
 def _children(log: ValuesLog, parent: str) -> dict[str, None]:
@@ -170,12 +190,16 @@ def _children(log: ValuesLog, parent: str) -> dict[str, None]:
 def candidates(policy: Policy, a: ValuesLog) -> Iterator[tuple[str, Policy, frozenset[str]]]:
     """Yield what could bring a policy nearer: what it is, the policy, and the modules that it raises."""
     kept = tuple(policy.fp32_modules)
+    with_weights = {e.module.rpartition(".")[0] for e in a.events if e.kind == "weight"}
+    products = [e.module for e in a.events if e.step == 1 and e.phase == "forward" and e.flops]
     products = [
-        e.module for e in a.events if e.step == 1 and e.phase == "forward" and e.flops and "." in f".{e.module}"
-    ]
-    if policy.compute in _FORMATS:
-        other = Policy.parse(str(policy).replace(policy.compute, _FORMATS[policy.compute]))
-        yield f"{_FORMATS[policy.compute]} in place of {policy.compute}", other, frozenset()
+        module for module in products if module in with_weights
+    ]  # fp32_modules names no script, and no model as a whole
+    other = _FORMATS.get(policy.compute)
+    if other is not None and policy.name.startswith(policy.compute):
+        preset = Policy.parse(policy.name.replace(policy.compute, other))
+        kept_fields = {name: getattr(policy, name) for name in _KEPT_FIELDS}
+        yield f"{other} in place of {policy.compute}", preset.replace(**kept_fields), frozenset()
     if not products:
         return
     head, first = products[-1], products[0]
@@ -197,32 +221,36 @@ def _half_bytes(outputs: Sequence[Any]) -> int:
 # --- several processes -----------------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(request: Request, *, size: int) -> list[tuple[Request, AnyRecord]]:
+def run_ranks(request: Request, *, size: int) -> tuple[list[tuple[Request, AnyRecord]], int]:
     """Run a script in several processes of this machine, as ``torchrun`` would; if one fails, stop the others.
 
     Returns:
-        The request and the record of each, rank 0's first.
+        The request and the record of each rank, and the rank that failed first; 0 if none did.
+
+    Raises:
+        Stopped: a signal has stopped the command.
     """
-    requests = [_of_rank(request, rank, size=size, port=_free_port()) for rank in range(size)]
-    port = requests[0].variables["MASTER_PORT"]
-    requests = [one.model_copy(update={"variables": {**one.variables, "MASTER_PORT": port}}) for one in requests]
-    records: dict[int, AnyRecord] = {}
+    port = _free_port()
+    requests = [_of_rank(request, rank, size=size, port=port) for rank in range(size)]
+    failed: list[int] = []
     over = threading.Event()
 
-    def work(rank: int) -> None:
-        one = requests[rank]
-        with stoppable(), runner.shared_imports(prints_why_not=False):
-            record = runner.run_alone(one, output=output_of(one), interrupted=over.is_set)
-        records[rank] = record
-        if record.kind != "run" or record.error is not None:
-            over.set()
+    def work(rank: int) -> AnyRecord:
+        one, record = requests[rank], None
+        try:
+            with runner.shared_imports(prints_why_not=False):
+                record = runner.run_alone(one, output=output_of(one), interrupted=over.is_set)
+            return record
+        finally:
+            if not isinstance(record, RunRecord) or record.error is not None or record.exit_code:
+                failed.append(rank)
+                over.set()
 
-    threads = [threading.Thread(target=copy_context().run, args=(work, rank)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [(requests[rank], records[rank]) for rank in range(size)]
+    with stoppable() as stop, ThreadPoolExecutor(size) as threads:  # entered in the thread that receives the signals
+        waiting = [threads.submit(copy_context().run, work, rank) for rank in range(size)]
+        records = [one.result() for one in waiting]
+        stop.check()
+    return list(zip(requests, records, strict=True)), (failed or [0])[0]
 
 
 def _of_rank(request: Request, rank: int, *, size: int, port: int) -> Request:

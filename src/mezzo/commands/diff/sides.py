@@ -33,7 +33,6 @@ class Side:
     script: Script
     policy: Policy | None = None
     """None for the script's own precision."""
-    policy_typed: str = ""
     models: ModelChanges | None = None
     import_paths: tuple[str, ...] = ()
     work_folder: str | None = None
@@ -55,7 +54,7 @@ class Side:
 
     def under(self, policy: Policy) -> Side:
         """Return this side under another policy."""
-        return replace(self, policy=policy, name=str(policy), policy_typed="")
+        return replace(self, policy=policy, name=str(policy))
 
 
 def of_policies(script: Script, text: str) -> tuple[Side, Side]:
@@ -143,7 +142,13 @@ def of_checkout(script: Script, commit: str, folder: Path) -> tuple[Side, Side]:
     ).strip()
     data = subprocess.run(["git", "-C", str(root), "archive", name], capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        archive.extractall(folder, filter="data")
+        try:
+            archive.extractall(folder, filter="data")
+        except tarfile.FilterError as error:
+            raise UsageError(
+                f"the files of {name} cannot be unpacked: {error}",
+                hint=f"check it out, and compare two scripts: git worktree add ../{name} {name}",
+            ) from None
     here = Path.cwd().resolve().relative_to(root.resolve())
     paths = (str(folder / here), str(folder), str(folder / "src"))
     now = Side(name="now", script=script)

@@ -117,10 +117,13 @@ class ChangedModels:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             self._leave_alone("compile", "torch.compile", name, "the script compiles it itself")
             return
-        only = [part for path, part in module.named_modules() if path in self._changes.compile_only]
-        for part in only or [module]:
+        only = self._changes.compile_only
+        parts = [part for path, part in module.named_modules() if path in only] if only else [module]
+        for part in parts:
             part.compile()
-        why = f"{', '.join(self._changes.compile_only) if only else name} is compiled at its first call"
+        if not parts:
+            return
+        why = f"{', '.join(only) or name} is compiled at its first call"
         self._applied.setdefault("compile", Note(what="torch.compile", value="on", reason=why))
 
     def _leave_alone(self, change: ModelChange, what: str, name: str, why: str) -> None:
