@@ -275,6 +275,11 @@ class Observer(ABC):
         """Record that a compiled function returned."""
         self._end_if_over()
 
+    def loss_scale(self) -> float:
+        """Return the current loss scale, of the policy or of the script; waits for the device."""
+        scaler = self.run.update.script_scaler
+        return float(scaler.get_scale()) if scaler is not None else self.run.precision.scale.value()
+
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script's own GradScaler is about to scale a loss."""
 

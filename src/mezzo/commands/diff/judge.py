@@ -21,6 +21,7 @@ from mezzo.observe.values.log import (
     OUTCOMES,
     ROUNDING,
     SQUARES,
+    UNSCALES,
     Event,
     Floats,
     ValueRead,
@@ -143,10 +144,7 @@ def judge(
             allowed = TIMES * np.maximum(np.maximum(noise, least), before)
         with np.errstate(divide="ignore", invalid="ignore"):
             worst = int(np.nan_to_num(apart / allowed, nan=0.0).argmax())
-        found.distance[n], found.allowed[n] = (
-            float(apart[worst]),
-            float(allowed[worst] if len(allowed) > 1 else allowed[0]),
-        )
+        found.distance[n], found.allowed[n] = float(apart[worst]), float(allowed[worst])
     found.first = next(((n, m) for n, m in pairs.items() if found.distance[n] and a.events[n].kind not in LEAVES), None)
     beyond = {n for n in pairs if found.distance[n] > found.allowed[n]}
     beyond &= _lasting(a, beyond if control is not None else far, pairs)
@@ -167,11 +165,14 @@ def _carried(log: ValuesLog) -> list[float]:
         for n, event in enumerate(log.events):
             reads = [one.event for one in event.reads if one.event < n]
             before = float(np.sqrt((whole[reads] ** 2).sum()))
-            adds = event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS
+            scales = event.op == UNSCALES
+            adds = not scales and (event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS)
             share = before / norms[n] if adds else (whole[reads] / norms[reads]).max(initial=0.0)
             found.append(float(np.nan_to_num(share, nan=0.0, posinf=0.0)))
             if adds:
                 whole[n] = math.hypot(own[n], before)
+            if scales:
+                whole[n] = found[n] * norms[n]
     return found
 
 

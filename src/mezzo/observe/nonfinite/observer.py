@@ -266,11 +266,6 @@ class NonFinite(TracingObserver):
             return SkipRule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
         return SkipRule(dynamic=not isinstance(scale, StaticScale))
 
-    def loss_scale(self) -> float:
-        """Return the current loss scale."""
-        scaler = self.run.update.script_scaler
-        return float(scaler.get_scale()) if scaler is not None else self.run.precision.scale.value()
-
     def names(self) -> Names:
         """Return the names of modules and parameters."""
         traced = () if self._tracer is None else self._tracer.trace.roots

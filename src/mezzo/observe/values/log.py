@@ -1,10 +1,10 @@
 """The values of a run's first steps as events and fingerprints, in one file. Imports no torch.
 
 A *fingerprint* has a hash of the bits, the norm, and a sketch: 64 sums of the elements, each with a fixed random sign. The distance of two
-sketches estimates the distance of the tensors without bias, with a standard deviation of 9% (Charikar, Chen and Farach-Colton, "Finding
-frequent items in data streams", 2002: the count sketch; the variance follows from theirs). Tensors of up to 64 elements are compared
-exactly. Values whose elements
-may have any order have no sketch; they are compared by their sums of squares and fourth powers. Cost: 67 numbers a tensor.
+sketches estimates the distance of the tensors with a standard deviation of 9%; its square is unbiased (Charikar, Chen and Farach-Colton,
+"Finding frequent items in data streams", 2002: the count sketch; the variance follows from theirs). Tensors of up to 64 elements are
+compared exactly. Values whose elements may have any order have no sketch; they are compared by their sums of squares and fourth powers.
+Cost: 67 numbers a tensor.
 
 Events form a graph: each knows which events made what it reads. A value that no event made is an event of its own: a weight, a buffer, a
 constant or data.
@@ -35,6 +35,8 @@ where its sketch begins."""
 NUMBERS = BUCKETS + SKETCH
 NO_COUNTERPART = -1.0
 """A negative number in place of a sum of squares: the value has no counterpart."""
+UNSCALES = "unscale"
+"""The name of the operation that divides a gradient by the loss scale."""
 VALUES_NAME = "values.npz"
 """The file beside a run's record."""
 _VERSION = 1
@@ -106,6 +108,8 @@ class Event:
     """FLOPs of a matrix product or convolution."""
     error: float | None = None
     """The relative distance of its results from those in FP64 on the same operands; None if that was not computed."""
+    loss_scale: float = 1.0
+    """The loss scale of the backward pass that it is in: most results there are multiplied by it."""
 
 
 @dataclass
@@ -143,7 +147,7 @@ class ValuesLog:
 
     @classmethod
     def load(cls, path: Path) -> ValuesLog:
-        """ValueRead a log.
+        """Read a log.
 
         Raises:
             RecordError: there is none, or another version of Mezzo wrote it.
@@ -184,7 +188,8 @@ def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
 
     0 if all bits are equal; infinite if one is not finite where the other is, or if the first results differ in their shapes. Where a
     sketch is missing (NaN), the distance of the norms. A further result that only one event has, such as a mean that is kept for the
-    backward pass, counts as equal.
+    backward pass, counts as equal. Where the loss scales differ, a result counts as scaled or not, whichever brings both nearer: a
+    recomputed value is not scaled.
     """
     left, right = a.events[one].outputs, b.events[other].outputs
     alike = [n < len(right) and rows_of(x.shape) == rows_of(right[n].shape) for n, x in enumerate(left)]
@@ -197,12 +202,23 @@ def distances(a: ValuesLog, b: ValuesLog, one: int, other: int) -> Floats:
     same = (a.hashes[rows] == b.hashes[others]) & formats
     if not same.all():
         apart[known] = np.where(same, 0.0, _relative(a.numbers[rows], b.numbers[others]))
+        scales = a.events[one].loss_scale, b.events[other].loss_scale
+        if scales[0] != scales[1]:
+            unscaled = _relative(_divided(a.numbers[rows], scales[0]), _divided(b.numbers[others], scales[1]))
+            apart[known] = np.minimum(apart[known], unscaled)
     return apart
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return a shape with all dimensions but the last in one: a batched product has them so, or apart."""
     return math.prod(shape[:-1]), math.prod(shape[-1:])
+
+
+def _divided(numbers: Floats, by: float) -> Floats:
+    """Return the fingerprints of values divided by a number; exact for a power of two."""
+    powers = np.ones(NUMBERS)
+    powers[[SQUARES, ROUNDING, FOURTHS]] = 2, 2, 4
+    return np.where(numbers[:, [SQUARES]] < 0, numbers, numbers / by**powers)  # negative: no counterpart
 
 
 def _relative(first: Floats, second: Floats) -> Floats:

@@ -48,6 +48,8 @@ class RecordedValues(TracingObserver):
         self._ends: list[int] = []
         """The number of events at the end of each step that is over."""
         self._marked = 0
+        self._scales: dict[int, float] = {}
+        """The loss scale of each backward pass, by the number of events before it."""
         self._before = WeakTensorKeyDictionary()
         """Copies of the weights from before the steps of the running optimizers."""
         self._handles: list[Any] = []
@@ -89,7 +91,7 @@ class RecordedValues(TracingObserver):
             mirrored=self._settings.mirrored,
             problems=self.problems,
         )
-        self._ends, self._marked = [], 0
+        self._ends, self._marked, self._scales = [], 0, {}
         if not self._settings.outcomes_only:
             self._tracer.start(stepping_is_called=True)
 
@@ -101,7 +103,7 @@ class RecordedValues(TracingObserver):
         """Discard what was recorded."""
         assert self._tracer is not None
         self._tracer.forget()
-        self._marked = 0
+        self._marked, self._scales = 0, {}
 
     def mark(self) -> None:
         """Mark everything recorded so far as belonging to the step."""
@@ -151,6 +153,7 @@ class RecordedValues(TracingObserver):
         if self._tracer is None or self._observing is None:
             return
         tracer = self._tracer
+        self._scales[len(tracer.events)] = self.loss_scale()
         for loss in losses:
             tracer.attempt(
                 lambda loss=loss: tracer.note(  # type: ignore[misc]
@@ -261,10 +264,18 @@ class RecordedValues(TracingObserver):
         hashes, numbers = self._tracer.fingerprints.read()
         names, leaves = self._names(), self._leaves()
         events = [
-            self._named(replace(event, step=1 + sum(end <= n for end in self._ends)), owner, names, leaves.get(n))
+            self._named(self._placed(event, n), owner, names, leaves.get(n))
             for n, (event, owner) in enumerate(zip(self._tracer.finished_events(), self._tracer.owners, strict=True))
         ]
         return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where)
+
+    def _placed(self, event: Event, number: int) -> Event:
+        """Return an event with its step, and with its loss scale if it can be multiplied by one."""
+        step = 1 + sum(end <= number for end in self._ends)
+        if event.phase != "backward" and event.kind != "loss":
+            return replace(event, step=step)
+        begun = [before for before in self._scales if before <= number]
+        return replace(event, step=step, loss_scale=self._scales[begun[-1]] if begun else 1.0)
 
     def _named_points(self) -> dict[str, Floats]:
         """Return the values of the compare points, numbered by name."""

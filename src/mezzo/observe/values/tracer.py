@@ -46,7 +46,7 @@ from mezzo.observe.tensors import Storages, readable, storage
 from mezzo.observe.trace import CAST_NAMES
 from mezzo.observe.tracer import TracerFlags
 from mezzo.observe.values.fingerprints import Fingerprints, flat_fp64
-from mezzo.observe.values.log import Event, EventKind, Phase, ValueRead
+from mezzo.observe.values.log import UNSCALES, Event, EventKind, Phase, ValueRead
 
 _CONSTANTS = frozenset(("lift_fresh", "lift"))
 """Operations that turn numbers of the script into a tensor."""
@@ -231,7 +231,10 @@ class ValuesTracer(PlacingTracer):
             return func(*args, **kwargs)
         self._running = func, args
         if self._stepping or self._is_own():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.overloadpacket is torch.ops.aten.mul and not self._stepping:
+                self.attempt(lambda: self._unscaled(args[0], result))
+            return result
         if self.is_silent(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if func.overloadpacket.__name__ in _CONSTANTS:
@@ -246,6 +249,11 @@ class ValuesTracer(PlacingTracer):
     def _is_own(self) -> bool:
         """Return whether Mezzo itself runs the operation, and not for the policy."""
         return self._local.entry is None and caller(sys._getframe(2)) == "mezzo"
+
+    def _unscaled(self, gradient: Tensor, result: Tensor) -> None:
+        """Record that Mezzo divides a gradient by the loss scale, so that its ancestors stay known."""
+        if self._makers.get(gradient) is not None and gradient.shape == result.shape:
+            self.note("cast", op=UNSCALES, phase="backward", reads=[gradient], results=[(result, None)], makes=[result])
 
     def _passed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Passed:
         again = self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES
