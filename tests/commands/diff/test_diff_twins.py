@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers_diff import Edit, judged, place, unedited
+from helpers_diff import Edit, judged, place, text_of, unedited, values_of
 from mezzo.commands.diff.answer import verdict_of
 from mezzo.commands.diff.judge import judge
 
@@ -175,3 +175,49 @@ def test_a_scaled_loss_is_another_loss_and_nothing_else() -> None:
     assert [place(b.events[one.b]) for one in found.beginnings] == ["loss (script) forward 1"]
     assert [place(b.events[n]) for n in found.beginnings[0].only_b] == ["mul (script) forward 1"]
     assert all(found.distance[n] <= found.allowed[n] for n in found.pairs if a.events[n].kind == "gradient")
+
+
+OWN_SCALER = (
+    ("optimizer = torch", "scaler = torch.amp.GradScaler('cpu')\noptimizer = torch"),
+    ("loss.backward()", "scaler.scale(loss).backward()"),
+    ("optimizer.step()", "scaler.step(optimizer)\n    scaler.update()"),
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "a", "b", "own_scaler"),
+    [
+        ("decoder", "fp32", "fp16", False),
+        ("decoder", "fp16", "bf16", False),
+        ("sequences", "fp32", "fp16", False),
+        ("masks", "fp32", "fp16", False),
+        ("masks", "fp16", "bf16", False),
+        ("masks", "bf16", "fp16-master", False),
+        ("masks", None, "fp16", True),
+        ("masks", "fp16", None, True),
+        ("masks", None, "bf16", True),
+    ],
+)
+def test_a_loss_scale_is_no_difference(script: str, a: str | None, b: str | None, own_scaler: bool) -> None:
+    """Powers of two multiply a backward pass; the script's own scaler multiplies its loss too."""
+    text = text_of(script)
+    for old, new in OWN_SCALER if own_scaler else ():
+        text = text.replace(old, new)
+    first, again = values_of(text, policy=a), values_of(text, policy=a)
+    second, control = values_of(text, policy=b), values_of(text, policy=b or a, mirrored=True)
+    found = judge(first, second, again=again, control=control, control_of_b=b is not None, same_formats=False)
+    assert [place(first.events[one.a]) for one in found.beginnings] == []
+    assert verdict_of(first, found) == "rounding"
+    read = {read.event for event in second.events if event.kind == "gradient" for read in event.reads}
+    assert read
+    assert all(second.events[n].kind != "data" for n in read)  # what a gradient is computed from is known
+
+
+def test_a_wrong_scale_is_a_difference() -> None:
+    """A gradient that stays multiplied is found, whatever the loss scale."""
+    text = text_of("masks")
+    wrong = text.replace("# gradients", "model.out.bias.grad *= 65536.0")
+    first, again, second = values_of(text), values_of(text), values_of(wrong, policy="fp16")
+    control = values_of(wrong, policy="fp16", mirrored=True)
+    found = judge(first, second, again=again, control=control, control_of_b=True, same_formats=False)
+    assert [place(first.events[one.a]) for one in found.beginnings[:1]] == ["gradient out.bias backward 1"]

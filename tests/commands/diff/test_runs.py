@@ -11,9 +11,13 @@ import pytest
 from helpers_diff import unedited
 from helpers_values import record_at
 from mezzo.cli import main
-from mezzo.commands.diff.runs import candidates, removed, smallest_part
+from mezzo.cli.script import Script
+from mezzo.commands.diff.runs import DiffRuns, candidates, removed, smallest_part
+from mezzo.commands.diff.sides import of_policies
 from mezzo.policy import Policy
 from mezzo.records import DiffRecord
+from mezzo.studies.loop import Finished, Study
+from mezzo.studies.side_by_side import one_after_another
 from paths import SCRIPTS
 
 
@@ -40,6 +44,32 @@ def test_modules_that_can_be_named() -> None:
     named = [str(policy.fp32_modules[-1]) for _, policy, modules in candidates(Policy.parse("bf16"), a) if modules]
     assert len(named) == 2
     assert all(f"{name}.weight" in weights for name in named)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "second"),
+    [
+        ("fp32", "bf16", True),
+        ("bf16", "fp32", False),
+        ("fp16", "bf16", True),
+        ("bf16", "fp16", False),
+        ("as-is", "fp16", True),
+        ("fp16", "as-is", False),
+        ("bf16", "bf16:fp32_modules=head", True),
+        ("fp8", "bf16", False),
+    ],
+)
+def test_whose_rounding_is_measured(a: str, b: str, second: bool, tmp_path: Path) -> None:
+    sides = of_policies(Script(target="train.py"), f"{a},{b}")
+    runs = DiffRuns(
+        a=sides[0],
+        b=sides[1],
+        folder=tmp_path,
+        study=Study(one_after_another, Finished(tmp_path, {})),
+        steps=(1,),
+        say=print,
+    )
+    assert runs.measures_second is second
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ HELP = HelpPage(
 )
 
 _SAME = ("identical", "rounding")
-_STEPS = 2
+_COMPARED_STEPS = 2
 
 
 def diff(
@@ -91,7 +91,7 @@ def diff(
     mode, text = _mode(script, chosen)
     with temporary_folder() if mode == "checkout" else nullcontext(Path()) as commit_folder:
         sides = _sides(script, mode, text, folder=Path(commit_folder))
-        _finish_runs(script, mode, sides, steps=tuple(range(1, (steps or _STEPS) + 1)), began_s=began_s)
+        _finish_runs(script, mode, sides, steps=tuple(range(1, (steps or _COMPARED_STEPS) + 1)), began_s=began_s)
 
 
 def _mode(script: Script, given: dict[str, str]) -> tuple[Mode, str]:

@@ -32,6 +32,8 @@ from mezzo.observe.values.log import (
 
 _ADDS = frozenset(("add", "add_", "sub", "sub_", "sum", "accumulate_grad", "cat", "stack"))
 _ONLY_READ = ("cast", "gradient", "loss", "point", "state")
+_RESCALES = frozenset(("mul", "div"))
+_COPIES = ("gradient", "loss", "point", "state")
 _TINY = 1e-300
 _ALWAYS_BOTH = ("gradient", "update", "point")
 TIMES = 16.0
@@ -142,6 +144,8 @@ def judge(
             if _follows(a.events[n], b.events[other], found):
                 noise = np.maximum(noise, pooled.get(a.events[n].step, 0.0))
             allowed = TIMES * np.maximum(np.maximum(noise, least), before)
+        if _copies(a.events[n], b.events[other], pairs):  # by luck, one draw may leave a single number where it was
+            allowed = np.maximum(allowed, found.allowed[a.events[n].reads[0].event])
         with np.errstate(divide="ignore", invalid="ignore"):
             worst = int(np.nan_to_num(apart / allowed, nan=0.0).argmax())
         found.distance[n], found.allowed[n] = float(apart[worst]), float(allowed[worst])
@@ -165,15 +169,22 @@ def _carried(log: ValuesLog) -> list[float]:
         for n, event in enumerate(log.events):
             reads = [one.event for one in event.reads if one.event < n]
             before = float(np.sqrt((whole[reads] ** 2).sum()))
-            scales = event.op == UNSCALES
-            adds = not scales and (event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS)
+            rescales = _rescales(event)
+            adds = not rescales and (event.kind in _ONLY_READ or event.op in REARRANGES or event.kernel in _ADDS)
             share = before / norms[n] if adds else (whole[reads] / norms[reads]).max(initial=0.0)
             found.append(float(np.nan_to_num(share, nan=0.0, posinf=0.0)))
             if adds:
                 whole[n] = math.hypot(own[n], before)
-            if scales:
-                whole[n] = found[n] * norms[n]
+            if rescales:
+                whole[n] = max(own[n], found[n] * norms[n])
     return found
+
+
+def _rescales(event: Event) -> bool:
+    """Return whether an operation multiplies a value by single numbers, so that its rounding errors stay as large relative to it."""
+    if event.op == UNSCALES or event.kernel.startswith("amp_foreach"):
+        return True
+    return event.kernel in _RESCALES and sum(math.prod(read.part[1:]) > 1 for read in event.reads) <= 1
 
 
 def _of_updates(
@@ -193,6 +204,14 @@ def _of_updates(
                 found.get(event.step, 0.0), float(np.nan_to_num(noise, posinf=0.0).max(initial=0.0))
             )
     return found
+
+
+def _copies(one: Event, other: Event, pairs: Pairs) -> bool:
+    """Return whether two events only show the same part of a value that was compared where it was made."""
+    if one.kind not in _COPIES or len(one.reads) != 1 or len(other.reads) != 1:
+        return False
+    mine, its = one.reads[0], other.reads[0]
+    return pairs.get(mine.event) == its.event and (mine.output, mine.part) == (its.output, its.part)
 
 
 def _follows(one: Event, other: Event, found: Parting) -> bool:

@@ -19,6 +19,7 @@ from mezzo.commands.diff.answer import answer, final_distance, not_comparable
 from mezzo.commands.diff.judge import judge
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
+from mezzo.formats import FP32
 from mezzo.launch import runner
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
@@ -57,21 +58,26 @@ class DiffRuns:
         found = judge(a, b)
         if found.identical or not_comparable(a, b, found):
             return answer(a, b, found, control=None, control_of_b=False)
-        lower = self.lowers
+        of_b, lower = self.measures_second, self.lowers
         again = self._log("a-again", self.a, "first run again")
-        control = self._log("control", self.b if lower else self.a, "with mirrored rounding errors", mirrored=True)
-        found = judge(a, b, again=again, control=control, control_of_b=lower, same_formats=not lower)
-        parts = answer(a, b, found, control=control, control_of_b=lower)
+        control = self._log("control", self.b if of_b else self.a, "with mirrored rounding errors", mirrored=True)
+        found = judge(a, b, again=again, control=control, control_of_b=of_b, same_formats=not lower)
+        parts = answer(a, b, found, control=control, control_of_b=of_b)
         if self.b.compiled and found.beginnings:
             parts["compiled_alone"] = smallest_part(a, lambda names: self._differs(names, a, again, control))
-        if lower and parts["verdict"] in ("rounding", "beyond rounding"):
+        if self.b.policy is not None and lower and parts["verdict"] in ("rounding", "beyond rounding"):
             parts["trials"] = list(self._trials(a, b, final_distance(a, b, found)))
         return parts
 
     @property
     def lowers(self) -> bool:
-        """Whether the sides differ in their policy, so that the second one's formats are meant."""
+        """Whether the sides differ in their policy, so that a narrower format is no mistake."""
         return self.a.policy != self.b.policy
+
+    @property
+    def measures_second(self) -> bool:
+        """Whether the second side's rounding is measured: it computes in the coarser format."""
+        return self.lowers and _coarsest(self.b.policy) >= _coarsest(self.a.policy)
 
     def _log(
         self,
@@ -148,6 +154,11 @@ class DiffRuns:
         side = replace(self.b, name=", ".join(names), models=models)
         log = self._log(f"compiled-{len(self.records)}", side, "compiled alone")
         return log is not None and bool(judge(a, log, again=again, control=control).beginnings)
+
+
+def _coarsest(policy: Policy | None) -> float:
+    """Return the largest distance of two numbers at 1 in what a policy computes in; the script's own precision counts as FP32."""
+    return max(one.eps for one in ((FP32,) if policy is None else policy.required_formats))
 
 
 def removed(apart: float, *, of: float) -> float:

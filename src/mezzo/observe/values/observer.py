@@ -272,7 +272,8 @@ class RecordedValues(TracingObserver):
     def _placed(self, event: Event, number: int) -> Event:
         """Return an event with its step, and with its loss scale if it can be multiplied by one."""
         step = 1 + sum(end <= number for end in self._ends)
-        if event.phase != "backward" and event.kind != "loss":
+        in_backward = event.phase == "backward" and event.kind != "gradient"
+        if not (in_backward or (event.kind == "loss" and self.run.update.script_scaler is not None)):
             return replace(event, step=step)
         begun = [before for before in self._scales if before <= number]
         return replace(event, step=step, loss_scale=self._scales[begun[-1]] if begun else 1.0)

@@ -17,9 +17,9 @@ that draw random numbers or have no kernel in FP64 are not mirrored.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from mezzo.observe.tracer import TracerFlags
 from mezzo.observe.values.fingerprints import Fingerprints, flat_fp64
 from mezzo.observe.values.log import UNSCALES, Event, EventKind, Phase, ValueRead
 
+T = TypeVar("T")
 _CONSTANTS = frozenset(("lift_fresh", "lift"))
 """Operations that turn numbers of the script into a tensor."""
 _SETTINGS = (int, float, bool, str, type(None), torch.dtype)
@@ -107,6 +108,8 @@ class ValuesTracer(PlacingTracer):
         self._roots: set[int] = set()
         self._constants: Storages[str] = Storages()
         """The lines that made constants."""
+        self._inspecting = False
+        """Whether the running operations compute fingerprints."""
         self._has_gradients = False
         """Whether a backward pass has ended since the last update."""
         self._errors: dict[int, Tensor] = {}
@@ -149,6 +152,14 @@ class ValuesTracer(PlacingTracer):
         described = tuple(self.fingerprints.add(value, rounding_of=of) for value, of in results)
         event = Event(kind, 0, phase, op, name, line, settings, known, described, row)
         return self._add(event, owner, makes)
+
+    def attempt(self, inspection: Callable[[], T]) -> T | None:
+        """Let the script continue if its tensors cannot be inspected."""
+        outer, self._inspecting = self._inspecting, True
+        try:
+            return super().attempt(inspection)
+        finally:
+            self._inspecting = outer
 
     def gradients_ready(self, *, ready: bool) -> None:
         """Record that a backward pass has ended, or that an update has used its gradients."""
@@ -232,7 +243,7 @@ class ValuesTracer(PlacingTracer):
         self._running = func, args
         if self._stepping or self._is_own():
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.overloadpacket is torch.ops.aten.mul and not self._stepping:
+            if func.overloadpacket is torch.ops.aten.mul and not (self._stepping or self._inspecting):
                 self.attempt(lambda: self._unscaled(args[0], result))
             return result
         if self.is_silent(func):
