@@ -410,8 +410,8 @@ def diff_record(**fields: object) -> DiffRecord:
             )
         ],
         "growth": [
-            ModuleGrowth(module="norm", phase="forward", bits=17.6, explained_bits=20.0),
-            ModuleGrowth(module="head", phase="forward", bits=17.1, explained_bits=19.0),
+            ModuleGrowth(module="norm", phase="forward", step=1, bits=17.6, explained_bits=20.0),
+            ModuleGrowth(module="head", phase="forward", step=1, bits=17.1, explained_bits=19.0),
         ],
         "environment": run.environment,
         "duration_s": 12.0,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import mezzo
 from helpers_diff import values_of
+from mezzo.callables import _trained
 from mezzo.observe.compare_points import listen
+from mezzo.observe.settings import ValuesSettings
+from mezzo.observe.values import observer
 
 SCORES = """
 import torch, mezzo
@@ -53,3 +57,22 @@ def test_the_values_of_a_run_are_kept_by_name_and_number() -> None:
     points = [event for event in log.events if event.kind == "point"]
     assert [event.op for event in points] == ["scores", "scores", "other"]
     assert [event.line for event in points] == [f"/diff/train.py:{line}" for line in (9, 10, 11)]
+
+
+def test_what_is_not_kept_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer, "_MOST_ELEMENTS", 3)
+
+    def score() -> None:
+        x = torch.nn.Linear(3, 2)(torch.ones(4, 3))
+        mezzo.compare_point("large", x)
+        mezzo.compare_point("list", x.tolist())
+
+    trained, run, _ = _trained(score, None, ValuesSettings(steps=(1,)), [])
+    assert isinstance(trained.observer, observer.RecordedValues)
+    log = trained.observer.log(run)
+    assert log.problems == {
+        "compare point large": "it has 8 elements, and at most 3 are kept: its norm alone is compared",
+        "compare point list": "a list was passed; allowed: a tensor",
+    }
+    assert log.points == {}
+    assert [event.op for event in log.events if event.kind == "point"] == ["large"]

@@ -18,6 +18,10 @@ from mezzo.records import Operand
 
 T = TypeVar("T")
 _SWEEP = 256
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer formats by their size in bytes."""
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 over the golden ratio, which SplitMix64 counts in."""
 
 
 def operand(tensor: Tensor) -> Operand:
@@ -43,6 +47,27 @@ def difference(a: Tensor, b: Tensor) -> float:
     """Return the norm of ``a - b``, computed in FP64."""
     a, b = (t.detach() if has_fp64(t.device) else t.detach().cpu() for t in (a, b))
     return float(torch.linalg.vector_norm(a.double() - b.double()))
+
+
+def bit_weights(size: int, device: torch.device) -> Tensor:
+    """Return the weights of ``sum_of_bits`` for ``size`` elements: odd 64-bit integers without a pattern.
+
+    With small weights the signs of four neighbours cancel, 1 - 3 - 5 + 7, so that their opposite has the same sum.
+    """
+    mixed = torch.arange(1, 2 * size, 2, device=device) * _GOLDEN
+    return (mixed ^ _upper_half(mixed)) | 1
+
+
+def sum_of_bits(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of a dense real tensor's bits, element by element, weighted by position, as an integer on its device."""
+    bits = values.detach().contiguous().view(_WORDS[values.element_size()]).reshape(-1).long()
+    if values.element_size() == 8:  # else an even number of other signs would add nothing: odd times 2^63 is 2^63
+        bits = bits ^ _upper_half(bits)
+    return (bits * weights[: len(bits)]).sum()
+
+
+def _upper_half(words: Tensor) -> Tensor:
+    return (words >> 32) & 0xFFFFFFFF
 
 
 def has_floats(tensor: Tensor) -> bool:

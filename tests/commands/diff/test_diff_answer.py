@@ -10,7 +10,7 @@ import pytest
 from helpers_diff import Edit, judged, unedited
 from mezzo.commands.diff.answer import answer, compare_values, final_distance, together, verdict_of
 from mezzo.commands.diff.judge import judge
-from mezzo.observe.values.log import Floats, ValuesLog
+from mezzo.observe.values.log import SQUARES, Floats, ValuesLog
 
 RANDOM = np.random.default_rng(0)
 
@@ -135,6 +135,51 @@ def test_outcomes_of_each_step() -> None:
     assert {what for what, _ in outcomes} == {"loss", "gradients", "updates", "statistics"}
     assert outcomes["updates", 1].distance == outcomes["gradients", 2].distance == 0.0
     assert outcomes["updates", 2].distance > 100 * outcomes["updates", 2].allowed
+
+
+@pytest.mark.parametrize(
+    ("edit", "shares"),
+    [
+        (Edit("images: the optimizer", "images", "momentum=0.9", "momentum=0.8"), [1.0]),
+        (Edit("masks: what begins with the loss", "masks", "model(x), y)", "2 * model(x), y)"), [1.0, 1.0]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Edit) else "",
+)
+def test_the_share_of_the_final_difference(edit: Edit, shares: list[float]) -> None:
+    a, b, found = judged(edit)
+    beginnings = answer(a, b, found, control=None, control_of_b=False)["beginnings"]
+    assert [one.explains for one in beginnings] == pytest.approx(shares)
+
+
+def test_two_beginnings_share_the_final_difference() -> None:
+    """Two gradients change their signs, so that two updates do: a share is what its squares are of both."""
+    new = "model.out.bias.grad.neg_()\nmodel.down1[0].bias.grad.mul_(-1)"
+    a, b, found = judged(Edit("", "masks", "# gradients", new), steps=1)
+    shares = [one.explains for one in answer(a, b, found, control=None, control_of_b=False)["beginnings"]]
+    squares = {e.module: a.numbers[e.row, SQUARES] for e in a.events if e.kind == "update"}
+    changed = [squares["down1.0.bias"], squares["out.bias"]]  # 4 elements and 1
+    assert shares == pytest.approx([one / sum(changed) for one in changed], rel=1e-6)
+
+
+def test_growth_has_every_step() -> None:
+    a, b, found = judged(Edit("", "images", "momentum=0.9", "momentum=0.8"))
+    growth = answer(a, b, found, control=None, control_of_b=False)["growth"]
+    assert [one.step for one in growth] == sorted(one.step for one in growth)
+    names = {step: [(one.phase, one.module) for one in growth if one.step == step] for step in (1, 2)}
+    assert names[1] == names[2]
+    assert {one.bits for one in growth if one.step == 1} == {
+        53.0
+    }  # the updates of the second step differ, and nothing before
+
+
+def test_what_could_not_be_compared_is_said() -> None:
+    a = ValuesLog(problems={"compare point x": "a list was passed; allowed: a tensor"})
+    b = ValuesLog(problems={"histc": "RuntimeError: no kernel"})
+    notes = answer(a, b, judge(a, b), control=None, control_of_b=False)["notes"]
+    assert [(one.what, one.value, one.reason) for one in notes] == [
+        ("compare point x", "not compared in the first run", "a list was passed; allowed: a tensor"),
+        ("histc", "not compared in the second run", "RuntimeError: no kernel"),
+    ]
 
 
 def test_several_vectors_are_one() -> None:

@@ -54,3 +54,12 @@ def test_the_digest_is_taken_only_where_it_is_read() -> None:
         patches.undo()
         assert dist.destroy_process_group is destroy
         assert script.weights() == digest([torch.full((3,), 0.5)])
+
+
+@pytest.mark.parametrize("places", [[0], [1], [2], [0, 1], [1, 3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_sign_of_every_element_counts(dtype: torch.dtype, places: list[int]) -> None:
+    weight = torch.tensor([1.0, -2.0, -3.0, 4.0], dtype=dtype)
+    other = weight.clone()
+    other[places] *= -1
+    assert digest([other]) != digest([weight])

@@ -78,9 +78,7 @@ def _of_kind(log: ValuesLog, kind: EventKind) -> list[int]:
     return [n for n, event in enumerate(log.events) if event.kind == kind]
 
 
-def _by_name(
-    first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog
-) -> Iterator[tuple[int, int]] | Pairs:
+def _by_name(first: Sequence[int], second: Sequence[int], a: ValuesLog, b: ValuesLog) -> Pairs:
     """Pair events of one kind by step and name; those whose names have no counterpart by their order in the step."""
     names, others = _numbered(first, a, _name), _numbered(second, b, _name)
     pairs = {n: others[key] for key, n in names.items() if key in others}
@@ -117,11 +115,8 @@ def _numbered(numbers: Sequence[int], log: ValuesLog, key: Callable[[Event], Has
 
 
 def _name(event: Event) -> Hashable:
-    return (event.op if event.kind == "point" else event.module), event.step if event.kind in (
-        "gradient",
-        "update",
-        "loss",
-    ) else 0
+    of_step = event.kind in ("gradient", "update", "state")
+    return event.op if event.kind == "point" else event.module, event.step if of_step else 0
 
 
 def _shape(event: Event) -> Hashable:
@@ -251,7 +246,7 @@ def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
                 outputs[place] = replace(outputs[place], shape=(len(logs) * shape[0], *shape[1:]))
         flops = event.flops if same.all() else sum(log.events[n].flops for log in logs)
         events.append(replace(event, outputs=tuple(outputs), flops=flops))
-    return ValuesLog(events, hashes, numbers, lead.points, lead.environment)
+    return ValuesLog(events, hashes, numbers, lead.points, lead.environment, lead.problems)
 
 
 def _together(parts: Sequence[Floats], output: Output, first: Output) -> Floats:

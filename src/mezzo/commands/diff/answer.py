@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.commands.diff.align import same_function
-from mezzo.commands.diff.judge import Beginning, Parting, bits_kept
+from mezzo.commands.diff.judge import ALWAYS_BOTH, Beginning, Parting, bits_kept
 from mezzo.commands.diff.record import (
     DiffBeginning,
     DifferentBy,
@@ -70,7 +70,7 @@ def not_comparable(a: ValuesLog, b: ValuesLog, found: Parting) -> str:
 
 def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
     for log, only, run in ((a, found.only_a, "first"), (b, found.only_b, "second")):
-        for kind in ("gradient", "update", "point"):
+        for kind in ALWAYS_BOTH:
             names = [log.events[n].module or log.events[n].op for n in only if log.events[n].kind == kind]
             if names:
                 listed = ", ".join(names[:_MOST_NAMES]) + (
@@ -82,6 +82,8 @@ def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
                     reason="the other one has none in this step",
                 )
     for log, run in ((a, "first"), (b, "second")):
+        for what, why in log.problems.items():
+            yield Note(what=what, value=f"not compared in the {run} run", reason=why)
         if "ranks" in log.environment:
             yield Note(what=f"processes of the {run} run", value="rank 0 alone", reason=log.environment["ranks"])
 
@@ -148,7 +150,33 @@ def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Parting, error
         only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_PLACES:]],
         only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_PLACES:]],
         num_alike=len(one.others),
+        explains=_explains(a, one, found) if a.shows_operations and b.shows_operations else None,
     )
+
+
+def _explains(a: ValuesLog, one: Beginning, found: Parting) -> float | None:
+    """Return the share of the final difference that lies in what is computed from where a difference begins.
+
+    Final are the compare points of the last step, else its updates, else its loss. None if these are equal or infinitely far apart.
+    """
+    last = max(a.events[n].step for n in found.pairs)
+    after = _following(a, {one.a, *one.others})
+    for kind in ("point", "update", "loss"):
+        events = [n for n in found.pairs if (a.events[n].kind, a.events[n].step) == (kind, last)]
+        if events:
+            whole = whole_distance(a, events, found)
+            rest = together(a, {n: found.distance[n] if n in after else 0.0 for n in events})
+            return (rest / whole) ** 2 if 0 < whole < math.inf else None
+    return None
+
+
+def _following(log: ValuesLog, events: set[int]) -> set[int]:
+    """Return events, and all that are computed from them."""
+    found = set(events)
+    for n, event in enumerate(log.events):
+        if any(read.event in found for read in event.reads):
+            found.add(n)
+    return found
 
 
 def _by(a: ValuesLog, b: ValuesLog, one: Beginning) -> DifferentBy:
@@ -178,10 +206,10 @@ def _outcomes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[DiffOutcom
             of_step = [n for n in found.pairs if (a.events[n].kind, a.events[n].step) == (kind, step)]
             if of_step:
                 allowed = together(a, {n: min(found.allowed[n], _OPPOSITE) for n in of_step})
-                yield DiffOutcome(what=name, step=step, distance=whole_distance(a, b, of_step, found), allowed=allowed)
+                yield DiffOutcome(what=name, step=step, distance=whole_distance(a, of_step, found), allowed=allowed)
 
 
-def whole_distance(a: ValuesLog, b: ValuesLog, events: Iterable[int], found: Parting) -> float:
+def whole_distance(a: ValuesLog, events: Iterable[int], found: Parting) -> float:
     """Return the relative distance of the results of several events taken together."""
     return together(a, {n: found.distance[n] for n in events})
 
@@ -205,27 +233,23 @@ def final_distance(a: ValuesLog, b: ValuesLog, found: Parting) -> float:
     if within:
         return max(within)
     for kind in ("point", "gradient", "loss"):
-        events = [n for n in found.pairs if a.events[n].kind == kind and a.events[n].step == 1]
+        events = [n for n in found.pairs if (a.events[n].kind, a.events[n].step) == (kind, 1)]
         if events:
-            return whole_distance(a, b, events, found)
+            return whole_distance(a, events, found)
     return max(found.distance.values(), default=0.0)
 
 
 def _growth(a: ValuesLog, found: Parting) -> Iterable[ModuleGrowth]:
-    """Yield the bits that agree where each module of the first step ends, in the order of the run."""
-    last: dict[tuple[str, str], int] = {}
+    """Yield the bits that agree where each module ends, step by step, in the order of the run."""
+    last: dict[tuple[int, str, str], int] = {}
     for n in found.pairs:
         event = a.events[n]
-        if (
-            event.step == 1
-            and event.kind == "operation"
-            and any("fp" in o.format or "bf" in o.format for o in event.outputs)
-        ):
-            last.pop((event.phase, event.module), None)
-            last[event.phase, event.module] = n
-    for (phase, module), n in last.items():
+        if event.kind == "operation" and any("fp" in o.format or "bf" in o.format for o in event.outputs):
+            last.pop((event.step, event.phase, event.module), None)
+            last[event.step, event.phase, event.module] = n
+    for (step, phase, module), n in last.items():
         bits, explained = bits_kept(np.array([found.distance[n], found.allowed[n]])).tolist()
-        yield ModuleGrowth(module=module, phase=phase, bits=bits, explained_bits=explained)
+        yield ModuleGrowth(module=module, phase=phase, step=step, bits=bits, explained_bits=explained)
 
 
 # --- compare points ------------------------------------------------------------------------------------------------------------------

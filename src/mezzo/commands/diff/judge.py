@@ -23,6 +23,7 @@ from mezzo.observe.values.log import (
     SQUARES,
     UNSCALES,
     Event,
+    EventKind,
     Floats,
     ValueRead,
     ValuesLog,
@@ -35,7 +36,8 @@ _ONLY_READ = ("cast", "gradient", "loss", "point", "state")
 _RESCALES = frozenset(("mul", "div"))
 _COPIES = ("gradient", "loss", "point", "state")
 _TINY = 1e-300
-_ALWAYS_BOTH = ("gradient", "update", "point")
+ALWAYS_BOTH: tuple[EventKind, ...] = ("gradient", "update", "point")
+"""What both runs have unless they differ."""
 TIMES = 16.0
 """How much further than in the control a value may be: that is one draw of the roundings, and a rewritten operation rounds elsewhere."""
 JUMP = 64.0
@@ -78,7 +80,7 @@ class Parting:
     allowed: dict[int, float] = field(default_factory=dict)
     """By event of the first run: the largest distance that rounding explains."""
     first: tuple[int, int] | None = None
-    """The first operation whose result is not identical."""
+    """The first computed value that is not identical, in both runs."""
     beginnings: list[Beginning] = field(default_factory=list)
     """In the order of the first run."""
     unstable: list[int] = field(default_factory=list)
@@ -115,9 +117,9 @@ def judge(
     """
     pairs = aligned(a, b)
     found = Parting(pairs=pairs)
-    found.only_a = [n for n, event in enumerate(a.events) if event.kind in _ALWAYS_BOTH and n not in pairs]
+    found.only_a = [n for n, event in enumerate(a.events) if event.kind in ALWAYS_BOTH and n not in pairs]
     of_b = set(pairs.values())
-    found.only_b = [n for n, event in enumerate(b.events) if event.kind in _ALWAYS_BOTH and n not in of_b]
+    found.only_b = [n for n, event in enumerate(b.events) if event.kind in ALWAYS_BOTH and n not in of_b]
     repeats = {} if again is None else _apart(a, again)
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
@@ -291,6 +293,7 @@ def _beginnings(
     a: ValuesLog, b: ValuesLog, found: Parting, beyond: set[int], *, same_formats: bool
 ) -> Iterable[Beginning]:
     back = {other: n for n, other in found.pairs.items()}
+    shown = a.shows_operations and b.shows_operations
     tainted: set[int] = set()  # what is beyond rounding, and what was computed from it
     for n, event in enumerate(a.events):
         if n not in found.pairs:
@@ -312,8 +315,8 @@ def _beginnings(
             b=other,
             distance=found.distance[n],
             allowed=found.allowed[n],
-            only_a=tuple(m for m in sorted(only_a) if _counts(a.events[m], casts=same_formats)),
-            only_b=tuple(m for m in sorted(only_b) if _counts(b.events[m], casts=same_formats)),
+            only_a=tuple(m for m in sorted(only_a) if shown and _counts(a.events[m], casts=same_formats)),
+            only_b=tuple(m for m in sorted(only_b) if shown and _counts(b.events[m], casts=same_formats)),
             settings=_settings(event, b.events[other]),
             formats=formats if same_formats and formats[0] != formats[1] else None,
             parts=_parts(a.events[n].reads, b.events[other].reads, found.pairs),

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import PurePath
 
-from mezzo.records import DiffBeginning, DiffRecord, PointDifference, ValuePair, ValuePlace
+from mezzo.records import DiffBeginning, DiffRecord, ModuleGrowth, PointDifference, ValuePair, ValuePlace
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
-from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing
+from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span
 from mezzo.report.colours import policy_style
 from mezzo.report.commands import ScriptCommands, best_first
 from mezzo.report.log_entries import LogEntry, plain_entry
@@ -37,6 +37,10 @@ _TONES = {
     "failed": "bad",
 }
 _FEW = 6
+_GOOD = 0.5
+"""The share of a difference that a policy has to remove to be the next step."""
+_MOST_LETTERS = 60
+"""Of a policy in a table; the record has all of it."""
 _MOST_BITS = 24.0
 """Bits of an FP32 significand."""
 
@@ -97,6 +101,9 @@ def _sentence(record: DiffRecord, script: str) -> str:
 def _detail(record: DiffRecord) -> str:
     if record.why:
         return f"{fmt.clean(record.why)}."
+    if record.compiled_alone:
+        alone = ", ".join(map(fmt.clean, record.compiled_alone))
+        return f"It begins with {alone} compiled alone, the smallest part found."
     if record.beginnings:
         return f"{_why(record.beginnings[0])}."
     if record.verdict == "beyond rounding" and record.notes:
@@ -128,7 +135,7 @@ def _why(one: DiffBeginning) -> str:
         return f"It reads another part of the same value{more}"
     if one.by == "random numbers":
         return f"It, or an operation before it, draws other random numbers{more}"
-    return f"The same operation on the same values gives another result{more}"
+    return f"The same operands give another result{more}"
 
 
 def _only(one: DiffBeginning) -> Iterator[str]:
@@ -157,9 +164,6 @@ def _facts(record: DiffRecord) -> list[Fact]:
     )
     if record.verdict != "identical":
         rows.append(Fact(what="what rounding explains", value=measured))
-    if record.compiled_alone:
-        alone = ", ".join(map(fmt.clean, record.compiled_alone))
-        rows.append(Fact(what="begins it when compiled alone", value=alone, reason="the smallest part found"))
     return rows
 
 
@@ -197,6 +201,7 @@ def _begun(record: DiffRecord, beginnings: Sequence[DiffBeginning]) -> Grid:
             f"{one.distance:.1e}",
             f"{one.allowed:.1e}",
             *(_number(error) for error in (one.error_a, one.error_b)),
+            "" if one.explains is None else fmt.share_text(one.explains),
         )
         for one in beginnings
     ]
@@ -208,6 +213,7 @@ def _begun(record: DiffRecord, beginnings: Sequence[DiffBeginning]) -> Grid:
         "rounding explains",
         "own error\nfirst run",
         "own error\nsecond run",
+        "explains of the\nfinal difference",
     )
     shown = [n for n in range(len(heads)) if n < 2 or any(row[n] for row in rows)]
     return Grid(
@@ -249,7 +255,7 @@ def _trials(record: DiffRecord) -> Grid:
     rows = [
         (
             fmt.clean(one.what),
-            fmt.clean(one.policy),
+            _shortened(fmt.clean(one.policy)),
             f"{one.distance:.1e}",
             fmt.share_text(one.share),
             fmt.share_text(one.flops_in_fp32),
@@ -259,6 +265,10 @@ def _trials(record: DiffRecord) -> Grid:
     ]
     heads = ("tried", "policy", "apart", "removes", "FLOPs in fp32", "more memory")
     return Grid(heads=heads, rows=rows, numbers=(2, 3, 4, 5), sortable=False)
+
+
+def _shortened(policy: str) -> str:
+    return policy if len(policy) <= _MOST_LETTERS else f"{policy[:_MOST_LETTERS]}..."
 
 
 def _reading(record: DiffRecord) -> Paragraph:
@@ -280,14 +290,13 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
     bits = [min(one.bits, _MOST_BITS) for one in record.growth]
     explained = [min(one.explained_bits, _MOST_BITS) for one in record.growth]
     low = min(range(len(bits)), key=bits.__getitem__)
-    begins = sum(one.phase == "forward" for one in record.growth)
     b = policy_style(record.other.policy)
     return [
         Chart(
             name="growth",
             title=title,
-            description=f"Step 1, in the order of the run: {begins} modules forward, then {len(bits) - begins} backward. Fewest bits "
-            f"agree at {fmt.clean(record.growth[low].module)} ({record.growth[low].phase}): {bits[low]:.1f}.",
+            description=f"The modules of {fmt.plural(len(record.steps), 'step')}, in the order of the run. Fewest bits agree at "
+            f"{fmt.clean(record.growth[low].module)} ({record.growth[low].phase}, step {record.growth[low].step}): {bits[low]:.1f}.",
             note="24 bits are an FP32 significand. A line below what rounding leaves is a difference that rounding does not explain.",
             x=list(range(1, len(bits) + 1)),
             last_x=len(bits),
@@ -297,10 +306,19 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
                 Line(name="agree", style=b, y=bits),
                 Line(name="rounding leaves", style=policy_style("fp32"), y=explained),
             ],
+            spans=_backward_passes(record.growth),
             layered=True,
             point_noun="module",
         )
     ]
+
+
+def _backward_passes(growth: Sequence[ModuleGrowth]) -> list[Span]:
+    places: dict[int, list[int]] = {}
+    for place, one in enumerate(growth, start=1):
+        if one.phase == "backward":
+            places.setdefault(one.step, []).append(place)
+    return [Span(axis="x", low=at[0], high=at[-1], text=f"backward, step {step}") for step, at in places.items()]
 
 
 def _lines(record: DiffRecord) -> list[tuple[str, str]]:
@@ -311,11 +329,12 @@ def _lines(record: DiffRecord) -> list[tuple[str, str]]:
 
 def _next(record: DiffRecord) -> Iterator[NextStep]:
     commands = ScriptCommands(record.run, record.command)
-    best = max(record.trials, key=lambda one: one.share, default=None)
+    good = [one for one in record.trials if one.share >= _GOOD]
+    best = min(good, key=lambda one: (one.flops_in_fp32, -one.share), default=None)
     if record.verdict == "failed" and record.mode != "scripts":
         yield from commands.alone("see whether the script also fails without Mezzo")
-    elif record.mode == "policies" and best is not None and best.share > 0.5:
-        yield from commands.step("train with what is nearest", "run", policy=best.policy)
+    elif record.mode == "policies" and best is not None:
+        yield from commands.step("train with what halves the difference at the least cost", "run", policy=best.policy)
     elif record.mode == "policies" and record.verdict in ("rounding", "beyond rounding"):
         yield from commands.step("find the modules that have to stay in fp32", "fallback", policy=record.name_b)
     elif record.verdict in ("different data", "not repeatable"):

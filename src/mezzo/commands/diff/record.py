@@ -53,6 +53,8 @@ class DiffBeginning(ValuePair):
     only_b: list[ValuePlace] = []
     num_alike: int = 0
     """How many others begin in the same way, such as further parameters of one optimizer."""
+    explains: float | None = None
+    """The share of the final difference, as squares, in what is computed from it; other beginnings may share that. None if unknown."""
 
 
 class DiffOutcome(Value):
@@ -87,6 +89,7 @@ class ModuleGrowth(Value):
 
     module: str
     phase: str
+    step: int
     bits: float
     explained_bits: float
     """How many bits rounding leaves at least."""

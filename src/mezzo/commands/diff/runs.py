@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from mezzo.children.signals import stoppable
 from mezzo.commands.diff.align import as_one
 from mezzo.commands.diff.answer import answer, final_distance, not_comparable
+from mezzo.commands.diff.helps import Trials, modules_of
 from mezzo.commands.diff.judge import judge
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
@@ -25,14 +27,9 @@ from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.values.log import VALUES_NAME, ValuesLog
 from mezzo.policy import Policy
-from mezzo.policyfields import MODULE_FIELDS
 from mezzo.records import AnyRecord, RunRecord
 from mezzo.studies.loop import Study
 from mezzo.studies.side_by_side import output_of
-
-_FORMATS = {"bf16": "fp16", "fp16": "bf16"}
-_KEPT_FIELDS = ("norms", "arithmetic", "op_lists", *MODULE_FIELDS)
-"""What a policy in the other 16-bit format keeps; how the loss is scaled belongs to the format."""
 
 
 @dataclass(kw_only=True)
@@ -51,22 +48,24 @@ class DiffRuns:
 
     def run(self) -> dict[str, Any]:
         """Return the parts of the record that the runs decide."""
-        a = self._log("a", self.a, "first run")
-        b = None if a is None else self._log("b", self.b, "second run", in_fp64=True)
+        a = self._log("a", self.a, f"first run: {self.a.name}")
+        b = None if a is None else self._log("b", self.b, f"second run: {self.b.name}", in_fp64=True)
         if a is None or b is None:
             return {"verdict": "failed", "why": self.failed}
         found = judge(a, b)
         if found.identical or not_comparable(a, b, found):
             return answer(a, b, found, control=None, control_of_b=False)
         of_b, lower = self.measures_second, self.lowers
-        again = self._log("a-again", self.a, "first run again")
-        control = self._log("control", self.b if of_b else self.a, "with mirrored rounding errors", mirrored=True)
+        again = self._log("a-again", self.a, f"first run again: {self.a.name}")
+        measured = self.b if of_b else self.a
+        control = self._log("control", measured, f"with mirrored rounding errors: {measured.name}", mirrored=True)
         found = judge(a, b, again=again, control=control, control_of_b=of_b, same_formats=not lower)
         parts = answer(a, b, found, control=control, control_of_b=of_b)
         if self.b.compiled and found.beginnings:
-            parts["compiled_alone"] = smallest_part(a, lambda names: self._differs(names, a, again, control))
+            differs = functools.cache(lambda names: self._differs(names, a, again, control))
+            parts["compiled_alone"] = smallest_part(a, differs)
         if self.b.policy is not None and lower and parts["verdict"] in ("rounding", "beyond rounding"):
-            parts["trials"] = list(self._trials(a, b, final_distance(a, b, found)))
+            parts["trials"] = self._trials(self.b.policy, a, b, final_distance(a, b, found))
         return parts
 
     @property
@@ -89,7 +88,7 @@ class DiffRuns:
         in_fp64: bool = False,
         mirrored: bool = False,
     ) -> ValuesLog | None:
-        """Run a side in the folder ``name``, which is shown as ``what``; return its values, None if it has none."""
+        """Say ``what``, run a side in the folder ``name``, and return its values; None if it has none."""
         chosen = ValuesSettings(
             steps=steps or self.steps,
             seed=0,
@@ -100,7 +99,7 @@ class DiffRuns:
         )
         folder = self.folder / name
         request = side.request(folder, chosen)
-        self.say(f"{what}: {side.name}")
+        self.say(what)
         (folder / VALUES_NAME).unlink(missing_ok=True)
         runs, failed = (
             run_ranks(request, size=side.ranks) if side.ranks else ([(request, self.study.record(request))], 0)
@@ -124,27 +123,16 @@ class DiffRuns:
 
     # --- what helps --------------------------------------------------------------------------------------------------------------
 
-    def _trials(self, a: ValuesLog, b: ValuesLog, distance: float) -> Iterator[DiffTrial]:
-        policy = self.b.policy
-        assert policy is not None
-        flops = sum(event.flops for event in b.events if event.step == 1) or 1
-        untried = [one for one in candidates(policy, a) if one[1] != self.a.policy]
-        for number, (what, tried, modules) in enumerate(untried, start=1):
-            log = self._log(f"trial-{number}", self.b.under(tried), what, steps=(1,))
-            if log is None:
-                continue
-            first = _first_step(a)
-            apart = final_distance(first, log, judge(first, log))
-            raised = [event for event in b.events if event.step == 1 and event.module in modules]
-            kept = sum(_half_bytes(event.outputs) for event in raised if event.phase == "forward")
-            yield DiffTrial(
-                policy=str(tried),
-                what=what,
-                distance=apart,
-                share=removed(apart, of=distance),
-                flops_in_fp32=sum(event.flops for event in raised) / flops,
-                more_bytes=kept,
-            )
+    def _trials(self, policy: Policy, a: ValuesLog, b: ValuesLog, distance: float) -> list[DiffTrial]:
+        first = _first_step(a)
+        numbers = itertools.count(1)
+
+        def run(what: str, tried: Policy) -> float:
+            log = self._log(f"trial-{next(numbers)}", self.b.under(tried), what, steps=(1,))
+            return math.inf if log is None else final_distance(first, log, judge(first, log))
+
+        trials = Trials(policy=policy, same_as=self.a.policy, b=b, distance=distance, run=run)
+        return trials.all(searches=_coarsest(self.a.policy) < _coarsest(policy))
 
     # --- which compiled module ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +140,7 @@ class DiffRuns:
         """Return whether a difference begins with these modules alone compiled."""
         models = ModelChanges(compiles=True, compile_only=tuple(names))
         side = replace(self.b, name=", ".join(names), models=models)
-        log = self._log(f"compiled-{len(self.records)}", side, "compiled alone")
+        log = self._log(f"compiled-{len(self.records)}", side, f"compiled alone: {side.name}")
         return log is not None and bool(judge(a, log, again=again, control=control).beginnings)
 
 
@@ -161,14 +149,7 @@ def _coarsest(policy: Policy | None) -> float:
     return max(one.eps for one in ((FP32,) if policy is None else policy.required_formats))
 
 
-def removed(apart: float, *, of: float) -> float:
-    """Return the share of a distance that is gone; both may be infinite."""
-    if math.isinf(of):
-        return float(math.isfinite(apart))
-    return 1 - apart / of if of else 0.0
-
-
-def smallest_part(a: ValuesLog, differs: Callable[[Sequence[str]], bool]) -> list[str]:
+def smallest_part(a: ValuesLog, differs: Callable[[tuple[str, ...]], bool]) -> list[str]:
     """Return the smallest part of a model found that differs on its own; empty if none does.
 
     Args:
@@ -176,7 +157,7 @@ def smallest_part(a: ValuesLog, differs: Callable[[Sequence[str]], bool]) -> lis
         differs: returns whether some modules, changed alone, begin a difference.
     """
     found: list[str] = []
-    names = list(_children(a, ""))
+    names = tuple(_children(a, ""))
     while names:
         left = names
         while len(left) > 1:
@@ -184,49 +165,22 @@ def smallest_part(a: ValuesLog, differs: Callable[[Sequence[str]], bool]) -> lis
             left = half if differs(half) else left[len(half) :]
         if not differs(left):
             return found
-        found, names = left, list(_children(a, left[0]))
+        found, names = list(left), tuple(_children(a, left[0]))
     return found
 
 
 def _children(log: ValuesLog, parent: str) -> dict[str, None]:
     """Return the modules directly inside one that compute anything, in the order of the run."""
     start = f"{parent}." if parent else ""
-    paths = {event.module.rpartition(".")[0] for event in log.events if event.kind == "weight"}
-    paths |= {event.module for event in log.events if event.kind == "operation" and "." in event.module}
+    paths = modules_of(log)
     used = [event.module for event in log.events if event.kind == "operation" and event.module in paths]
     below = (module.removeprefix(start).partition(".")[0] for module in used if module.startswith(start))
     return {f"{start}{name}": None for name in below if name}
 
 
-def candidates(policy: Policy, a: ValuesLog) -> Iterator[tuple[str, Policy, frozenset[str]]]:
-    """Yield what could bring a policy nearer: what it is, the policy, and the modules that it raises."""
-    kept = tuple(policy.fp32_modules)
-    with_weights = {e.module.rpartition(".")[0] for e in a.events if e.kind == "weight"}
-    products = [e.module for e in a.events if e.step == 1 and e.phase == "forward" and e.flops]
-    products = [
-        module for module in products if module in with_weights
-    ]  # fp32_modules names no script, and no model as a whole
-    other = _FORMATS.get(policy.compute)
-    if other is not None and policy.name.startswith(policy.compute):
-        preset = Policy.parse(policy.name.replace(policy.compute, other))
-        kept_fields = {name: getattr(policy, name) for name in _KEPT_FIELDS}
-        yield f"{other} in place of {policy.compute}", preset.replace(**kept_fields), frozenset()
-    if not products:
-        return
-    head, first = products[-1], products[0]
-    yield f"the last product in fp32 ({head})", policy.replace(fp32_modules=(*kept, head)), frozenset((head,))
-    if first != head:
-        yield f"the first product in fp32 ({first})", policy.replace(fp32_modules=(*kept, first)), frozenset((first,))
-
-
 def _first_step(log: ValuesLog) -> ValuesLog:
     events = [event for event in log.events if event.step == 1]
     return replace(log, events=events)
-
-
-def _half_bytes(outputs: Sequence[Any]) -> int:
-    """Return the bytes by which results grow from 16 to 32 bits."""
-    return sum(2 * prod(output.shape) for output in outputs)
 
 
 # --- several processes -----------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // Fingerprints of contiguous tensors, as observe/values/fingerprints.py defines them: the sums of squares and of fourth powers, 64 sums of
-// elements with fixed signs, and the sum of all bits, each with an odd weight. One pass, in FP64; a thread would take longer to start than
-// most tensors need.
+// elements with fixed signs, and the sum of all bits with the weights of observe/tensors.py. One pass, in FP64; a thread would take longer
+// to start than most tensors need.
 
 #pragma once
 
@@ -34,7 +34,10 @@ template <typename Bits>
 int64_t weighted_bits(const void* tensor, int64_t size) {
   const Bits* bits = static_cast<const Bits*>(tensor);
   uint64_t sum = 0;
-  for (int64_t i = 0; i < size; ++i) sum += static_cast<uint64_t>(static_cast<int64_t>(bits[i])) * static_cast<uint64_t>(2 * i + 1);
+  for (int64_t i = 0; i < size; ++i) {
+    const uint64_t mixed = static_cast<uint64_t>(2 * i + 1) * 0x9E3779B97F4A7C15u;
+    sum += static_cast<uint64_t>(static_cast<int64_t>(bits[i])) * ((mixed ^ (mixed >> 32)) | 1u);
+  }
   return static_cast<int64_t>(sum);
 }
 

@@ -30,6 +30,7 @@ from mezzo.engine.randomness import random_states
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.state_trace import Moment, ObjectState, OptimizerState
+from mezzo.observe.tensors import bit_weights, sum_of_bits
 
 _NOT_SETTINGS = ("params", "initial_lr")
 _INTERNAL = ("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose", "_enable")
@@ -153,9 +154,6 @@ def trained_by(
 # The digest is computed when the script leaves its process group, because the model is often gone once the script has ended, and at
 # the end. Sharded weights are left out: every process has its own. Cost: one pass over the weights, and one number per parameter.
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer formats by their size in bytes."""
-
 
 class WeightsDigest:
     """The latest digest of the weights that a run trains."""
@@ -186,15 +184,10 @@ class WeightsDigest:
 @torch.no_grad()
 def digest(weights: list[Tensor]) -> str:
     """Return a digest of the shapes, formats and values of tensors; of values, the sum of their bits weighted by position."""
-    parts = [f"{tuple(w.shape)}{w.dtype}{_sum_of_bits(w)}" for w in weights]
+    values = [torch.view_as_real(w) if w.is_complex() else w for w in weights]
+    sums = [int(sum_of_bits(v, bit_weights(v.numel(), v.device))) for v in values]
+    parts = [f"{tuple(w.shape)}{w.dtype}{bits}" for w, bits in zip(weights, sums, strict=True)]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
-
-
-def _sum_of_bits(weight: Tensor) -> int:
-    values = torch.view_as_real(weight) if weight.is_complex() else weight.detach()
-    bits = values.contiguous().view(_WORDS[values.element_size()]).reshape(-1).long()
-    positions = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * positions).sum())
 
 
 # In the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their

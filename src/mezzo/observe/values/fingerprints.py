@@ -18,11 +18,9 @@ from mezzo.devices import has_fp64
 from mezzo.engine.kernels import cpu
 from mezzo.engine.processes.shards import local
 from mezzo.formats import format_of
-from mezzo.observe.tensors import format_name
+from mezzo.observe.tensors import bit_weights, format_name, sum_of_bits
 from mezzo.observe.values.log import BUCKETS, NUMBERS, Floats, Output
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer formats by their size in bytes."""
 _LEAST = 2**16
 
 
@@ -34,7 +32,7 @@ class Fingerprints:
         self._hashes: list[int] = []
         self._numbers: list[Floats] = []
         self._signs: dict[torch.device, Tensor] = {}
-        self._positions: dict[torch.device, Tensor] = {}
+        self._weights: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._hashes) + len(self._waiting)
@@ -62,7 +60,9 @@ class Fingerprints:
             powers = wide * wide
             norm_there = powers.sum() if rounding_of is None else _squares(rounded)
             sums = torch.stack([powers.sum(), norm_there * unit**2, powers.dot(powers)])
-            self._waiting.append((self._hash(values), torch.cat([sums, self._sketch(wide)])))
+            self._waiting.append(
+                (sum_of_bits(values, self._weights_for(values)), torch.cat([sums, self._sketch(wide)]))
+            )
         return Output(format_name(tensor.dtype), tuple(tensor.shape))
 
     def _sketch(self, wide: Tensor) -> Tensor:
@@ -95,14 +95,11 @@ class Fingerprints:
         self._waiting = []
         return self._hashes, np.array(self._numbers).reshape(-1, NUMBERS)
 
-    def _hash(self, values: Tensor) -> Tensor:
-        bits = values.contiguous().view(_WORDS[values.element_size()]).reshape(-1).long()
-        if bits.device not in self._positions or len(self._positions[bits.device]) < len(bits):
-            last = max(_LEAST, 2 * len(bits))
-            self._positions[bits.device] = torch.arange(
-                1, 2 * last, 2, device=bits.device
-            )  # odd: no position loses bits
-        return (bits * self._positions[bits.device][: len(bits)]).sum()
+    def _weights_for(self, values: Tensor) -> Tensor:
+        device, size = values.device, values.numel()
+        if device not in self._weights or len(self._weights[device]) < size:
+            self._weights[device] = bit_weights(max(_LEAST, 2 * size), device)
+        return self._weights[device]
 
     def _signs_for(self, device: torch.device, size: int) -> Tensor:
         known = self._signs.get(device)

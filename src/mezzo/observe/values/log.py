@@ -124,11 +124,18 @@ class ValuesLog:
     """The values at compare points, by ``name#number``."""
     environment: dict[str, str] = field(default_factory=dict)
     """Device and versions."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Operations and compare points that are not among the events, and why."""
 
     def rows(self, event: int) -> slice:
         """Return the rows of an event's fingerprints."""
         known = self.events[event]
         return slice(known.row, known.row + len(known.outputs))
+
+    @property
+    def shows_operations(self) -> bool:
+        """Whether operations are among the events: compiled code shows its outcomes alone."""
+        return any(event.kind == "operation" for event in self.events)
 
     def save(self, path: Path) -> None:
         """Write the log to a file, which appears once it is whole."""
@@ -137,6 +144,7 @@ class ValuesLog:
             "events": [asdict(event) for event in self.events],
             "environment": self.environment,
             "points": list(self.points),
+            "problems": self.problems,
         }
         arrays = {f"point_{n}": values for n, values in enumerate(self.points.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +177,9 @@ class ValuesLog:
                 f"{path} has fingerprints of version {meta['version']}; this Mezzo reads version {_VERSION}",
                 hint="record both runs with one version of Mezzo",
             )
-        return cls([_event(one) for one in meta["events"]], hashes, numbers, points, meta["environment"])
+        return cls(
+            [_event(one) for one in meta["events"]], hashes, numbers, points, meta["environment"], meta["problems"]
+        )
 
 
 def _event(fields: dict[str, Any]) -> Event:

@@ -56,7 +56,7 @@ class RecordedValues(TracingObserver):
         self._undo_deterministic: Callable[[], None] = lambda: None
         self._points: list[tuple[str, Tensor]] = []
         self.problems: dict[str, str] = {}
-        """Operations that could not be inspected, and why."""
+        """Operations and compare points that could not be inspected, and why."""
 
     # --- observation -------------------------------------------------------------------------------------------------------------
 
@@ -168,10 +168,16 @@ class RecordedValues(TracingObserver):
         super().backward_ended()
 
     def _point(self, name: str, values: Any) -> None:
-        if isinstance(values, Tensor) and values.numel() <= _MOST_ELEMENTS:
+        if not isinstance(values, Tensor):
+            self.problems[f"compare point {name}"] = f"a {type(values).__name__} was passed; allowed: a tensor"
+            return
+        if values.numel() <= _MOST_ELEMENTS:
             self._points.append((name, dense(values).float().cpu().clone()))
+        else:
+            what = f"it has {values.numel():,} elements, and at most {_MOST_ELEMENTS:,} are kept: its norm alone is compared"
+            self.problems[f"compare point {name}"] = what
         tracer = self._tracer
-        if tracer is not None and self._observing is not None and isinstance(values, Tensor):
+        if tracer is not None and self._observing is not None:
             line = running_line()
             tracer.attempt(lambda: tracer.note("point", op=name, line=line, reads=[values], results=[(values, None)]))
 
@@ -260,14 +266,14 @@ class RecordedValues(TracingObserver):
         """Return what was recorded."""
         where = {"device": str(run.environment.device), "torch": torch.__version__}
         if self._tracer is None:
-            return ValuesLog(points=self._named_points(), environment=where)
+            return ValuesLog(points=self._named_points(), environment=where, problems=self.problems)
         hashes, numbers = self._tracer.fingerprints.read()
         names, leaves = self._names(), self._leaves()
         events = [
             self._named(self._placed(event, n), owner, names, leaves.get(n))
             for n, (event, owner) in enumerate(zip(self._tracer.finished_events(), self._tracer.owners, strict=True))
         ]
-        return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where)
+        return ValuesLog(events, np.array(hashes, np.int64), numbers, self._named_points(), where, self.problems)
 
     def _placed(self, event: Event, number: int) -> Event:
         """Return an event with its step, and with its loss scale if it can be multiplied by one."""

@@ -267,10 +267,13 @@ class ValuesTracer(PlacingTracer):
             self.note("cast", op=UNSCALES, phase="backward", reads=[gradient], results=[(result, None)], makes=[result])
 
     def _passed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Passed:
-        again = self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES
+        again = self._runs_again(func)
         kept = arguments_before(func, args, kwargs) if again and writes(func) else (args, kwargs)
         read = [passed for _, passed in operands(func, (args, kwargs), (args, kwargs)) if readable(passed)]
         return _Passed(func, args, kwargs, kept, tuple(map(self._read, read)), self.place_of_running())
+
+    def _runs_again(self, func: Any) -> bool:
+        return self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES
 
     def _ran(self, passed: _Passed, result: Any) -> None:
         func = passed.func
@@ -283,7 +286,7 @@ class ValuesTracer(PlacingTracer):
         is_cast = func.overloadpacket.__name__ in CAST_NAMES
         inside = self._emulated()
         error = None
-        if self._in_fp64 and not draws(func) and func.namespace not in COLLECTIVE_NAMESPACES:
+        if self._runs_again(func):
             error = self._compare(passed, made)
         if is_cast and inside is not None and self._rounds_product(passed, inside, results[0], error):
             return
