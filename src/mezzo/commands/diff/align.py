@@ -246,7 +246,7 @@ def as_one(logs: Sequence[ValuesLog]) -> ValuesLog:
                 outputs[place] = replace(outputs[place], shape=(len(logs) * shape[0], *shape[1:]))
         flops = event.flops if same.all() else sum(log.events[n].flops for log in logs)
         events.append(replace(event, outputs=tuple(outputs), flops=flops))
-    return ValuesLog(events, hashes, numbers, lead.points, lead.environment, lead.problems)
+    return replace(lead, events=events, hashes=hashes, numbers=numbers)
 
 
 def _together(parts: Sequence[Floats], output: Output, first: Output) -> Floats:

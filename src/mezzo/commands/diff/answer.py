@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,8 @@ def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
         for kind in ALWAYS_BOTH:
             names = [log.events[n].module or log.events[n].op for n in only if log.events[n].kind == kind]
             if names:
-                listed = ", ".join(names[:_MOST_NAMES]) + (
-                    f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-                )
                 yield Note(
-                    what=f"{kind}s of {listed}",
+                    what=f"{kind}s of {first_names(names)}",
                     value=f"only in the {run} run",
                     reason="the other one has none in this step",
                 )
@@ -86,6 +83,12 @@ def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
             yield Note(what=what, value=f"not compared in the {run} run", reason=why)
         if "ranks" in log.environment:
             yield Note(what=f"processes of the {run} run", value="rank 0 alone", reason=log.environment["ranks"])
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first of several names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def verdict_of(a: ValuesLog, found: Parting) -> DiffVerdict:
@@ -150,7 +153,7 @@ def _beginning(a: ValuesLog, b: ValuesLog, one: Beginning, found: Parting, error
         only_a=[_place(a.events[n]) for n in one.only_a[-_MOST_PLACES:]],
         only_b=[_place(b.events[n]) for n in one.only_b[-_MOST_PLACES:]],
         num_alike=len(one.others),
-        explains=_explains(a, one, found) if a.shows_operations and b.shows_operations else None,
+        explains=None if a.outcomes_only or b.outcomes_only else _explains(a, one, found),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mezzo.commands.diff.answer import first_names
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.fallback.search import ModuleSet, in_fp32, needed, search
 from mezzo.observe.module_names import covered, outermost
@@ -23,7 +24,6 @@ _FORMATS = {"bf16": "fp16", "fp16": "bf16"}
 _KEPT_FIELDS = ("norms", "arithmetic", "op_lists", *MODULE_FIELDS)
 """What a policy in the other 16-bit format keeps; how the loss is scaled belongs to the format."""
 _MOST_TRIALS = 24
-_MOST_NAMES = 3
 _NO_ERROR = 2.0**-60
 _GOAL = 0.5
 """The share of the distance that a set of modules may leave."""
@@ -87,7 +87,7 @@ class Trials:
             found = min(self._passed(goal), key=self._flops, default=None)
             what = f"a set that halves it; {_MOST_TRIALS} runs found none smaller"
         if found:
-            yield self._trial(Candidate(_counted(what, found), self.raised(found), found))
+            yield self._trial(Candidate(f"{what} ({first_names(found)})", self.raised(found), found))
 
     def _operations(self, goal: float) -> Iterator[DiffTrial]:
         try:
@@ -99,7 +99,7 @@ class Trials:
             yield self._trial(Candidate(what, in_fp32(self.policy, found)))
 
     def _with_modules(self, names: ModuleSet) -> float:
-        return self._left(Candidate(_counted("in fp32", names), self.raised(names), names))
+        return self._left(Candidate(f"in fp32 ({first_names(names)})", self.raised(names), names))
 
     def _with_operations(self, names: ModuleSet) -> float:
         return self._left(Candidate(f"operations in fp32: {len(names)}", in_fp32(self.policy, names)))
@@ -181,8 +181,3 @@ def removed(apart: float, *, of: float) -> float:
     if math.isinf(of):
         return float(math.isfinite(apart))
     return 1 - apart / of if of else 0.0
-
-
-def _counted(what: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{what} ({', '.join(names[:_MOST_NAMES])}{more})"

@@ -293,7 +293,7 @@ def _beginnings(
     a: ValuesLog, b: ValuesLog, found: Parting, beyond: set[int], *, same_formats: bool
 ) -> Iterable[Beginning]:
     back = {other: n for n, other in found.pairs.items()}
-    shown = a.shows_operations and b.shows_operations
+    shown = not (a.outcomes_only or b.outcomes_only)
     tainted: set[int] = set()  # what is beyond rounding, and what was computed from it
     for n, event in enumerate(a.events):
         if n not in found.pairs:

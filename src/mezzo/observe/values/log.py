@@ -126,16 +126,13 @@ class ValuesLog:
     """Device and versions."""
     problems: dict[str, str] = field(default_factory=dict)
     """Operations and compare points that are not among the events, and why."""
+    outcomes_only: bool = False
+    """Whether no operation is among the events: compiled code hides them."""
 
     def rows(self, event: int) -> slice:
         """Return the rows of an event's fingerprints."""
         known = self.events[event]
         return slice(known.row, known.row + len(known.outputs))
-
-    @property
-    def shows_operations(self) -> bool:
-        """Whether operations are among the events: compiled code shows its outcomes alone."""
-        return any(event.kind == "operation" for event in self.events)
 
     def save(self, path: Path) -> None:
         """Write the log to a file, which appears once it is whole."""
@@ -145,6 +142,7 @@ class ValuesLog:
             "environment": self.environment,
             "points": list(self.points),
             "problems": self.problems,
+            "outcomes_only": self.outcomes_only,
         }
         arrays = {f"point_{n}": values for n, values in enumerate(self.points.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,9 +175,9 @@ class ValuesLog:
                 f"{path} has fingerprints of version {meta['version']}; this Mezzo reads version {_VERSION}",
                 hint="record both runs with one version of Mezzo",
             )
-        return cls(
-            [_event(one) for one in meta["events"]], hashes, numbers, points, meta["environment"], meta["problems"]
-        )
+        events = [_event(one) for one in meta["events"]]
+        rest = meta["environment"], meta["problems"], meta["outcomes_only"]
+        return cls(events, hashes, numbers, points, *rest)
 
 
 def _event(fields: dict[str, Any]) -> Event:
