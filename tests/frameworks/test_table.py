@@ -11,6 +11,7 @@ from benchmarks.scripts.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE
 
 CELLS = [
     ("pytorch", ("tune", "--changes", "none"), "works"),
+    ("accelerate", ("diff", "--policies", "fp16,bf16"), "works"),
     ("lightning", ("compare", "--policies", "fp32,tf32,fp16-pure", "--gpus", "none"), "works"),
     ("fabric", ("audit", "--policy", "fp8"), "works"),
     ("trainer", ("watch",), "works"),

@@ -21,6 +21,7 @@ from mezzo.records import (
     CheckRecord,
     CompareRecord,
     DiagnoseRecord,
+    DiffRecord,
     FallbackRecord,
     PredictRecord,
     RangesRecord,
@@ -82,6 +83,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "predict": ("predict", "--gpus", "H100"),
     "tune": ("tune", "--budget", "5m"),
     "resume-check": ("resume-check",),
+    "diff": ("diff", "--policies", "fp32,bf16"),
 }
 
 
@@ -142,7 +144,7 @@ def _answer(path: Path) -> str:
     if isinstance(record, CompareRecord):
         verdicts = [row.verdict for row in record.rows]
         return "" if "failed" in verdicts else ", ".join(verdicts)
-    if isinstance(record, (DiagnoseRecord, FallbackRecord, ResumeCheckRecord)):
+    if isinstance(record, (DiagnoseRecord, DiffRecord, FallbackRecord, ResumeCheckRecord)):
         return _decided(record.verdict)
     if isinstance(record, CheckRecord):
         return _decided(record.answer.decision)
