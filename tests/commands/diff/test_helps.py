@@ -126,8 +126,8 @@ def test_without_a_search_only_what_needs_none_is_tried() -> None:
 
 
 def test_the_order_of_the_search() -> None:
-    noise = {"a": 2.0**-8, "b": 2.0**-4, "c": 1.1 * 2.0**-8, "d": 0.0}
-    assert ranked(log_of(noise)) == ["b", "c", "a", "d"]
+    noise = {"a": 2.0**-8, "b": 2.0**-4, "c": 1.1 * 2.0**-8, "d": 0.0, "e": math.nan, "f": math.inf}
+    assert ranked(log_of(noise)) == ["b", "c", "a", "f", "e", "d"]
 
 
 @pytest.mark.parametrize(

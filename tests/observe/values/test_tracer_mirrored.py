@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers_diff import place, values_of
+from mezzo.engine.kernels import cpu
 from mezzo.observe.values import tracer as traced
 from mezzo.observe.values.fingerprints import Fingerprints
 from mezzo.observe.values.log import Event, ValuesLog, distances
@@ -63,12 +65,17 @@ X, W = (
 )
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("compute", "unit"),
     [(lambda x, w: x @ w, 2.0**-24), (lambda x, w: x + w.t(), 2.0**-8), (lambda x, w: x.exp(), 2.0**-24)],
     ids=["a product", "a sum in bf16", "a function"],
 )
-def test_the_mean_over_draws_is_the_exact_value(compute: Callable[[Tensor, Tensor], Tensor], unit: float) -> None:
+def test_the_mean_over_draws_is_the_exact_value(
+    compute: Callable[[Tensor, Tensor], Tensor], unit: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(cpu, "takes_values", lambda tensor: False)
     x, w = (X.bfloat16(), W.bfloat16()) if unit == 2.0**-8 else (X, W)
     exact, rounded = compute(x.double(), w.double()), compute(x, w).double()
     draws = mirrored(lambda: compute(x, w), 60)
@@ -195,3 +202,34 @@ def test_an_error_of_the_loss_is_measured() -> None:
     (loss,) = [event for event in log.events if event.op == "nll_loss" and event.phase == "forward"]
     assert len(loss.outputs) == 1
     assert loss.error is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_compiled_kernel_gives_the_opposite_error(dtype: torch.dtype) -> None:
+    """Half of the elements move, to one of the two numbers beside the opposite; sums of squares are the exact ones."""
+    exact = torch.randn(3001, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[:4] = torch.tensor([0.0, 1.0, 2.0**-24, -(2.0**-24)])  # 2^-24 is FP16's smallest number
+    rounded = exact.to(dtype)
+    result = rounded.clone()
+    apart, whole = cpu.errors(result, exact, seed=7)
+    assert apart == pytest.approx(float((rounded.double() - exact).square().sum()), rel=1e-12)
+    assert whole == pytest.approx(float(exact.square().sum()), rel=1e-12)
+    moved = result != rounded
+    opposite = 2 * exact - rounded.double()
+    unit = opposite.abs().log2().floor().exp2() * torch.finfo(dtype).eps
+    assert bool(((result.double() - opposite).abs() <= unit)[moved].all())
+    assert not bool(moved[rounded.double() == exact].any())
+    assert 0.2 < float(moved.double().mean()) < 0.3  # half of the halves round back
+    again = rounded.clone()
+    assert cpu.errors(again, exact) == (apart, whole)
+    assert torch.equal(again, rounded)
+
+
+@pytest.mark.parametrize(
+    ("value", "exact"),
+    [(65504.0, 65519.9), (math.inf, 65504.0), (math.inf, math.inf), (math.nan, 1.0), (1.0, math.nan)],
+)
+def test_the_compiled_kernel_makes_nothing_infinite(value: float, exact: float) -> None:
+    result = torch.full((64,), value, dtype=torch.float16)
+    cpu.errors(result, torch.full((64,), exact, dtype=torch.float64), seed=1)
+    assert bool((result.isnan() if math.isnan(value) else result == value).all())

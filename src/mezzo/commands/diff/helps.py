@@ -164,8 +164,9 @@ def ranked(b: ValuesLog) -> list[str]:
     errors: dict[str, float] = {}
     for event in b.events:
         if event.step == 1 and event.phase == "forward" and event.kind == "operation" and event.module in named:
-            before = errors.pop(event.module, 0.0)  # so that the order is of the last calls
-            errors[event.module] = max(before, event.error or _NO_ERROR)
+            before = errors.pop(event.module, _NO_ERROR)  # so that the order is of the last calls
+            known = event.error is not None and math.isfinite(event.error)
+            errors[event.module] = max(before, event.error or 0.0) if known else before
     places = {name: place for place, name in enumerate(errors)}
     return sorted(errors, key=lambda name: (round(math.log2(errors[name])), places[name]), reverse=True)
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -21,8 +22,10 @@ from mezzo.commands.diff.helps import Trials, modules_of
 from mezzo.commands.diff.judge import judge
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.diff.sides import Side
+from mezzo.error_texts import is_about_peer
 from mezzo.formats import FP32
 from mezzo.launch import runner
+from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.request import ModelChanges, Request
 from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.values.log import VALUES_NAME, ValuesLog
@@ -30,6 +33,9 @@ from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 from mezzo.studies.loop import Study
 from mezzo.studies.side_by_side import output_of
+
+_GRACE_S = 5.0
+"""How long a process that lost another lets that one end by itself, so that its own reason is known."""
 
 
 @dataclass(kw_only=True)
@@ -190,14 +196,14 @@ def run_ranks(request: Request, *, size: int) -> tuple[list[tuple[Request, AnyRe
     """Run a script in several processes of this machine, as ``torchrun`` would; if one fails, stop the others.
 
     Returns:
-        The request and the record of each rank, and the rank that failed first; 0 if none did.
+        The request and the record of each rank, and the rank that is to blame for a failure; 0 if none failed.
 
     Raises:
         Stopped: a signal has stopped the command.
     """
     port = _free_port()
     requests = [_of_rank(request, rank, size=size, port=port) for rank in range(size)]
-    failed: list[int] = []
+    ends: list[ProcessEnd] = []
     over = threading.Event()
 
     def work(rank: int) -> AnyRecord:
@@ -207,15 +213,27 @@ def run_ranks(request: Request, *, size: int) -> tuple[list[tuple[Request, AnyRe
                 record = runner.run_alone(one, output=output_of(one), interrupted=over.is_set)
             return record
         finally:
-            if not isinstance(record, RunRecord) or record.error is not None or record.exit_code:
-                failed.append(rank)
-                over.set()
+            end = _end_of(rank, record, stopped=over.is_set())
+            ends.append(end)
+            if end.failure is not None:  # a process that lost another may notice before that one has ended
+                later = threading.Timer(_GRACE_S if is_about_peer(end.failure) else 0.0, over.set)
+                later.daemon = True
+                later.start()
 
     with stoppable() as stop, ThreadPoolExecutor(size) as threads:  # entered in the thread that receives the signals
         waiting = [threads.submit(copy_context().run, work, rank) for rank in range(size)]
         records = [one.result() for one in waiting]
         stop.check()
-    return list(zip(requests, records, strict=True)), (failed or [0])[0]
+    at_fault = blamed(ends)
+    return list(zip(requests, records, strict=True)), 0 if at_fault is None else at_fault[0]
+
+
+def _end_of(rank: int, record: AnyRecord | None, *, stopped: bool) -> ProcessEnd:
+    error: str | None = "it has no record"
+    exit_code = 0
+    if isinstance(record, RunRecord):
+        error, exit_code = record.error, record.exit_code
+    return ProcessEnd(rank=rank, error=error, exit_code=exit_code, at_s=time.monotonic(), stopped=stopped)
 
 
 def _of_rank(request: Request, rank: int, *, size: int, port: int) -> Request:

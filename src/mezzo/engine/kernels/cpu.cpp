@@ -15,6 +15,7 @@
 #include "cpu_exponents.h"
 #include "cpu_fingerprints.h"
 #include "cpu_formats.h"
+#include "cpu_mirror.h"
 
 namespace {
 

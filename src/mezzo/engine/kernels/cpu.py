@@ -30,7 +30,7 @@ from mezzo.temporary import folder_of_process
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _HEADERS = tuple(
-    Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "fingerprints", "formats")
+    Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "fingerprints", "formats", "mirror")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: it would drop the checks for NaN and infinity. Without contraction a*b+c rounds twice, as torch's kernels do.
@@ -84,7 +84,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 def _declare(lib: ctypes.CDLL) -> None:
     number, address = ctypes.c_int64, ctypes.c_void_p
     lib.mezzo_sum_of_squares.restype = ctypes.c_double
-    arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5, "fingerprints": 6}
+    arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5, "fingerprints": 6, "mirror": 6}
     for name, tables in arguments.items():
         getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
 
@@ -135,8 +135,8 @@ def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequenc
     del table  # its memory must stay alive during the call
 
 
-def takes_fingerprint(tensor: Tensor) -> bool:
-    """Return whether ``fingerprint`` can read a tensor's memory, and the library was built."""
+def takes_values(tensor: Tensor) -> bool:
+    """Return whether ``fingerprint`` and ``errors`` can read a tensor's memory, and the library was built."""
     return tensor.is_cpu and tensor.dtype in _CODES and tensor.is_contiguous() and library()[0] is not None
 
 
@@ -154,6 +154,22 @@ def fingerprint(tensor: Tensor, signs: Tensor, *, buckets: int) -> tuple[int, li
     _lib().mezzo_fingerprints(count, *row, signs.data_ptr(), torch.get_num_threads())
     del table  # its memory must stay alive during the call
     return bits.value, list(numbers)
+
+
+def errors(result: Tensor, exact: Tensor, *, seed: int | None = None) -> tuple[float, float]:
+    """Return the sum of squares of a contiguous result's rounding errors, and of its exact values.
+
+    Args:
+        result: in FP32, FP16 or BF16. With a seed, the half of its elements that the seed draws get the opposite error.
+        exact: of the same shape.
+        seed: 0 or more, of 63 bits; None leaves the result as it is.
+    """
+    wide, sums = exact.double().contiguous(), (ctypes.c_double * 2)()
+    at = [wide.data_ptr(), result.data_ptr(), ctypes.addressof(sums), result.numel(), _CODES[result.dtype]]
+    count, table, row = _table([[number] for number in (*at, -1 if seed is None else seed)])
+    _lib().mezzo_mirror(count, *row, torch.get_num_threads())
+    del table  # its memory must stay alive during the call
+    return sums[0], sums[1]
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:

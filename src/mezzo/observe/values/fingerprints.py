@@ -48,7 +48,7 @@ class Fingerprints:
         rounded = values if rounding_of is None else dense(rounding_of)
         known = format_of(rounded.dtype)
         unit = 0.0 if known is None else known.eps / 2
-        if cpu.takes_fingerprint(values):
+        if cpu.takes_values(values):
             bits, (squares, fourths, *sketch) = cpu.fingerprint(
                 values, self._signs_for(values.device, values.numel()), buckets=BUCKETS
             )
