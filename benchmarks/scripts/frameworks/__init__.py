@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "predict": ("predict", "--gpus", "H100"),
     "tune": ("tune", "--budget", "5m"),
     "resume-check": ("resume-check",),
-    "diff": ("diff", "--policies", "fp32,bf16"),
+    "diff": ("diff", "--policies", "fp16,bf16"),
 }
 
 

@@ -84,7 +84,7 @@ def test_the_smallest_set_that_halves_the_distance(
 
 def test_a_search_ends_with_the_best_so_far() -> None:
     trials, ran = trials_of(MANY, together(MANY))
-    assert len(ran) == 24
+    assert len(ran) == 20
     [best] = [one for one in trials if "found none smaller" in one.what]
     assert 48 <= len(Policy.parse(best.policy).fp32_modules) < 64  # three quarters of the squares have to go
     assert best.share >= 0.5

@@ -23,7 +23,7 @@ from mezzo.policyfields import MODULE_FIELDS
 _FORMATS = {"bf16": "fp16", "fp16": "bf16"}
 _KEPT_FIELDS = ("norms", "arithmetic", "op_lists", *MODULE_FIELDS)
 """What a policy in the other 16-bit format keeps; how the loss is scaled belongs to the format."""
-_MOST_TRIALS = 24
+_MOST_TRIALS = 20
 _NO_ERROR = 2.0**-60
 _GOAL = 0.5
 """The share of the distance that a set of modules may leave."""
