@@ -297,7 +297,7 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
             title=title,
             description=f"The modules of {fmt.plural(len(record.steps), 'step')}, in the order of the run. Fewest bits agree at "
             f"{fmt.clean(record.growth[low].module)} ({record.growth[low].phase}, step {record.growth[low].step}): {bits[low]:.1f}.",
-            note="24 bits are an FP32 significand. A line below what rounding leaves is a difference that rounding does not explain.",
+            note="Shaded: backward passes. 24 bits are an FP32 significand. A line below what rounding leaves is a difference that rounding does not explain.",
             x=list(range(1, len(bits) + 1)),
             last_x=len(bits),
             x_axis=Axis(title="module, in the order of the run"),
