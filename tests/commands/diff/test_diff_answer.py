@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -212,3 +213,16 @@ def test_compare_points_of_both_runs_and_within_each() -> None:
         ("x", "values 1 and 2 of the first run", 0.5),
         ("x", "values 1 and 2 of the second run", pytest.approx(0.75)),
     ]
+
+
+@pytest.mark.parametrize(("skipped", "reason"), [((1,), "skipped this update"), ((), "has none in this step")])
+def test_gradients_of_an_update_that_the_other_run_skipped(skipped: tuple[int, ...], reason: str) -> None:
+    whole, *_ = unedited("masks", 1)
+    last = next(n for n, event in enumerate(whole.events) if event.kind == "gradient")
+    short = replace(whole, events=whole.events[:last], skipped=skipped)
+    notes = answer(short, whole, judge(short, whole), control=None, control_of_b=False)["notes"]
+    assert [(one.what.partition(" ")[0], one.value) for one in notes] == [
+        ("gradients", "only in the second run"),
+        ("updates", "only in the second run"),
+    ]
+    assert all(reason in one.reason for one in notes)

@@ -26,6 +26,7 @@ from mezzo.records import Note
 _MOST_PLACES, _MOST_NAMES = 12, 3
 _BAND = 0.2
 """How far a ratio of probabilities may be from 1: the clip range of PPO (Schulman et al., arXiv:1707.06347, section 6.1)."""
+_SKIPPED = "the other one skipped this update, because its scaled gradients overflowed"
 _SUMS_TO_ONE = 1e-2
 _OPPOSITE = 2.0
 """The relative distance of vectors of one length in opposite directions."""
@@ -69,14 +70,16 @@ def not_comparable(a: ValuesLog, b: ValuesLog, found: Parting) -> str:
 
 
 def _notes(a: ValuesLog, b: ValuesLog, found: Parting) -> Iterable[Note]:
-    for log, only, run in ((a, found.only_a, "first"), (b, found.only_b, "second")):
+    for log, other, only, run in ((a, b, found.only_a, "first"), (b, a, found.only_b, "second")):
         for kind in ALWAYS_BOTH:
-            names = [log.events[n].module or log.events[n].op for n in only if log.events[n].kind == kind]
+            of_kind = [log.events[n] for n in only if log.events[n].kind == kind]
+            names = list(dict.fromkeys(event.module or event.op for event in of_kind))
+            skipped = all(event.step in other.skipped for event in of_kind)
             if names:
                 yield Note(
                     what=f"{kind}s of {first_names(names)}",
                     value=f"only in the {run} run",
-                    reason="the other one has none in this step",
+                    reason=_SKIPPED if skipped else "the other one has none in this step",
                 )
     for log, run in ((a, "first"), (b, "second")):
         for what, why in log.problems.items():

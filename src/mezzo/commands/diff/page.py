@@ -107,7 +107,8 @@ def _detail(record: DiffRecord) -> str:
     if record.beginnings:
         return f"{_why(record.beginnings[0])}."
     if record.verdict == "beyond rounding" and record.notes:
-        return f"{fmt.clean(record.notes[0].what)}: {record.notes[0].value}.".capitalize()
+        note = record.notes[0]
+        return f"{fmt.clean(note.what)}: {note.value}; {note.reason}.".capitalize()
     if record.verdict == "rounding" and record.first is not None:
         return f"The first value that is not identical is {_at(record.first.b)}."
     if record.verdict == "not repeatable":
@@ -297,7 +298,8 @@ def _charts(record: DiffRecord, source: SourceLines) -> Sequence[Drawn]:
             title=title,
             description=f"The modules of {fmt.plural(len(record.steps), 'step')}, in the order of the run. Fewest bits agree at "
             f"{fmt.clean(record.growth[low].module)} ({record.growth[low].phase}, step {record.growth[low].step}): {bits[low]:.1f}.",
-            note="Shaded: backward passes. 24 bits are an FP32 significand. A line below what rounding leaves is a difference that rounding does not explain.",
+            note="Shaded: backward passes. 24 bits are an FP32 significand. "
+            "A line below what rounding leaves is a difference that rounding does not explain.",
             x=list(range(1, len(bits) + 1)),
             last_x=len(bits),
             x_axis=Axis(title="module, in the order of the run"),

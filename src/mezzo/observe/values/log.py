@@ -128,6 +128,8 @@ class ValuesLog:
     """Operations and compare points that are not among the events, and why."""
     outcomes_only: bool = False
     """Whether no operation is among the events: compiled code hides them."""
+    skipped: tuple[int, ...] = ()
+    """Steps whose updates were skipped, because scaled gradients overflowed."""
 
     def rows(self, event: int) -> slice:
         """Return the rows of an event's fingerprints."""
@@ -143,6 +145,7 @@ class ValuesLog:
             "points": list(self.points),
             "problems": self.problems,
             "outcomes_only": self.outcomes_only,
+            "skipped": self.skipped,
         }
         arrays = {f"point_{n}": values for n, values in enumerate(self.points.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +179,7 @@ class ValuesLog:
                 hint="record both runs with one version of Mezzo",
             )
         events = [_event(one) for one in meta["events"]]
-        rest = meta["environment"], meta["problems"], meta["outcomes_only"]
+        rest = meta["environment"], meta["problems"], meta["outcomes_only"], tuple(meta["skipped"])
         return cls(events, hashes, numbers, points, *rest)
 
 

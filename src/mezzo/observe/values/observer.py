@@ -273,7 +273,8 @@ class RecordedValues(TracingObserver):
             self._named(self._placed(event, n), owner, names, leaves.get(n))
             for n, (event, owner) in enumerate(zip(self._tracer.finished_events(), self._tracer.owners, strict=True))
         ]
-        rest = self._named_points(), where, self.problems, self._settings.outcomes_only
+        skipped = tuple(step for step, was in enumerate(run.steps.skipped, start=1) if was)
+        rest = self._named_points(), where, self.problems, self._settings.outcomes_only, skipped
         return ValuesLog(events, np.array(hashes, np.int64), numbers, *rest)
 
     def _placed(self, event: Event, number: int) -> Event:
