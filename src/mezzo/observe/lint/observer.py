@@ -20,15 +20,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
+from mezzo.observe.lint.configured import Configured, Exchanges
 from mezzo.observe.lint.gradients import Accumulation, BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN_LOSS, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import CheckedOperations
 from mezzo.observe.lint.optimizers import Averages, LearningRates, OptimizerStates, Statistics, check_average
 from mezzo.observe.lint.scalers import Checkpoints, Scalers
+from mezzo.observe.lint.stored_formats import StoredFormats
 from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
@@ -56,13 +59,18 @@ class Lint:
         self.checkpoints = Checkpoints(self._log)
         self.operations = CheckedOperations(self._log)
         self._optimizer_states = OptimizerStates(self._log)
+        self._stored = StoredFormats(self._log)
+        self.configured = Configured(run, self.operations, self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
+        self._exchanges = Exchanges(self._log)
+        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._exchanges, self._log)
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
         self._batch = 0
+        self._sizes: set[int] = set()
+        """Sizes of the model's last inputs, which a loss may be multiplied by: of a batch, of a sequence, of both."""
         self._num_passes = 0
         self._walks = _WALKS
         self._in_scaler = 0
@@ -103,6 +111,9 @@ class Lint:
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
+            self._sizes = {
+                math.prod(t.shape[i:j]) for t in tensors for i in range(t.dim()) for j in range(i + 1, t.dim() + 1)
+            }
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -132,6 +143,8 @@ class Lint:
         """Record that the script opens an autocast region; ``dtype`` is None for the device's default."""
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
+            if self.awake:
+                self.configured.region(dtype, self._step)
 
     @property
     def regions_matter(self) -> bool:
@@ -171,6 +184,7 @@ class Lint:
             batch=self._batch,
             keeps_graph=keeps_graph,
             fp16=fp16,
+            again=None if scaled is None else self.scalers.scaled_again(roots[0], loss, self._sizes, _session_scales()),
         )
 
     def _may_be_fp16(self) -> bool:
@@ -195,12 +209,18 @@ class Lint:
 
     # --- between backward pass and update ----------------------------------------------------------------------------------------
 
-    def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
-        """Record that torch is about to clip gradients; return the optimizers that they belong to."""
+    def clip(self, parameters: list[Tensor], limit: float, *, by_norm: bool) -> list[Optimizer]:
+        """Record that torch is about to clip gradients, by their norm or by value; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.phase.in_backward:
             return []
         self._own_code.judge()
+        self._own_code.stop()  # torch's own norms are no calls of the script
         owners = self._gradients.owners(parameters, self._optimizers)
+        narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF]
+        if by_norm and narrow and not self._casts_model:
+            assert narrow[0].grad is not None
+            what = f"torch's clipping takes the norm of {len(narrow)} gradient{'s' if len(narrow) > 1 else ''}"
+            self._exchanges.norm_taken(what, narrow[0].grad.dtype, narrow)
         scaled, of = self._gradients.scaled_among(parameters, owners)
         known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
         if scaled and math.isinf(limit):
@@ -227,6 +247,15 @@ class Lint:
         if self.awake:
             in_model = {id(p) for p in model.parameters()}
             self.cleared(o for o in self._optimizers if all(id(p) in in_model for p in trained_leaves(o)))
+
+    def reduces(self, name: str, tensor: Tensor) -> None:
+        """Record that the script or a library reduces a tensor over processes, with the function ``name``."""
+        if not self.awake or self._run.precision.effective is not None:
+            return
+        optimizers = self._optimizers
+        if self._run.phase.in_backward or any(self._gradients.of(o).passes for o in optimizers):
+            line = running_line() or ("" if self._pass is None else self._pass.line)  # a thread of autograd has no line
+            self._exchanges.reduced(name, tensor, optimizers, line=line)
 
     # --- the update --------------------------------------------------------------------------------------------------------------
 
@@ -318,9 +347,12 @@ class Lint:
             return
         state = self._gradients.inspect(optimizer)
         self._rates.optimizer_steps(optimizer, state, step=self._step)
+        self.scalers.check_twice(optimizer, state)
         self._accumulation.closed(optimizer, state, step=self._step)
         if state.dropped and not state.passes and not state.by_hand:
             self._without_gradients(optimizer, state, raises=raises)
+        if not self._casts_model:
+            self._stored.begins(optimizer, step=self._step)
 
     def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
         """Distinguish a loop that always clears gradients before the step from a loop that drops a bad batch."""
@@ -332,6 +364,7 @@ class Lint:
             self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool, by_scaler: bool) -> None:
+        self._stored.ended(optimizer)
         self._gradients.of(optimizer).step(skipped=skipped, by_scaler=by_scaler)
         if self.over:
             return
@@ -367,6 +400,15 @@ class Lint:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.precision.effective is not None and self._run.precision.effective.casting == "model"
 
+    @contextmanager
+    def loads(self, optimizer: Optimizer, state: Any) -> Iterator[None]:
+        """Record that an optimizer loads a state."""
+        if self._casts_model or self.over:
+            yield
+        else:
+            with self._stored.loads(optimizer, state, step=self._step):
+                yield
+
     def saves(self, value: Any) -> None:
         """Record that the script saves ``value`` to a file."""
         self.checkpoints.saved(value, self.scalers.in_use, step=self._step)
@@ -376,6 +418,7 @@ class Lint:
     def close(self) -> None:
         """Stop watching."""
         self._own_code.stop()
+        self._stored.stop()
 
     def findings(self) -> list[Finding]:
         """Return the misuse that was found; reads the flags of fused optimizers from the device."""
@@ -383,6 +426,8 @@ class Lint:
         self._averages.read_flags()
         self.checkpoints.report()
         self.operations.report()
+        self._stored.report()
+        self.configured.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
@@ -390,22 +435,42 @@ class Lint:
         return self._log.findings()
 
 
-def _session_divides_by() -> int:
-    """Return the divisor of gradients in the running ``mezzo.Session``, 1 if none runs."""
+def _running_session() -> Session | None:
+    """Return the ``mezzo.Session`` that runs the backward pass; None if none does."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is Session.backward.__code__:
-            return int(frame.f_locals["self"].accumulate)
-    return 1
+            session = frame.f_locals["self"]
+            return session if isinstance(session, Session) else None
+    return None
+
+
+def _session_divides_by() -> int:
+    """Return the divisor of gradients in the running ``mezzo.Session``, 1 if none runs."""
+    session = _running_session()
+    return 1 if session is None else session.accumulate
+
+
+def _session_scales() -> bool:
+    """Return whether a running ``mezzo.Session`` multiplies the loss by a scale of its own."""
+    session = _running_session()
+    return session is not None and session.scales[0].skips_overflows
 
 
 class OwnCode:
     """A script's own code on gradients and averages, inspected in chosen updates."""
 
     def __init__(
-        self, run: ObservedRun, gradients: Gradients, scalers: Scalers, moves: Averages, log: MisuseLog
+        self,
+        run: ObservedRun,
+        gradients: Gradients,
+        scalers: Scalers,
+        moves: Averages,
+        exchanges: Exchanges,
+        log: MisuseLog,
     ) -> None:
+        self._exchanges = exchanges
         self._run, self._gradients, self._scalers, self._moves, self._log = run, gradients, scalers, moves, log
         self._mode = CallMode()
         self._watched: list[tuple[Optimizer, GradientState]] = []
@@ -437,9 +502,12 @@ class OwnCode:
         if not self._inspects:
             return
         self._watched = [(o, state) for o in optimizers if (state := self._gradients.of(o)).scaled]
-        if self._watched:
-            gradients = [p.grad for o, _ in self._watched for p in trained_leaves(o) if p.grad is not None]
-            self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
+        gradients = [p.grad for o in optimizers for p in trained_leaves(o) if p.grad is not None]
+        scaled = [p.grad for o, _ in self._watched for p in trained_leaves(o) if p.grad is not None]
+        if gradients:
+            self._view = GradientView(
+                gradients, scaled, norm_read=self._norm_read, limited=self._limited, narrow=self._narrow
+            )
             self._mode.start(self._view)
 
     def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
@@ -511,6 +579,9 @@ class OwnCode:
     def _norm_read(self) -> None:
         for _, state in self._watched:
             state.read_norm(running_line())
+
+    def _narrow(self, dtype: torch.dtype) -> None:
+        self._exchanges.norm_taken("the script takes the norm of gradients", dtype, ())
 
     def _limited(self, in_place: bool) -> None:
         if not in_place:
