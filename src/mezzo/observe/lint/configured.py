@@ -67,7 +67,7 @@ class Configured:
             if dtype in seen.formats or of_region:  # a region that other steps enter proves nothing
                 continue
             ran = " and ".join(sorted(format_name(d).upper() for d in seen.formats if d in HALF) or ["FP32"])
-            where = f"the products of step {seen.step} ran in {ran}, the first in {seen.first}"
+            where = f"the products of step {seen.step} ran in {ran}: {seen.first}, for one"
             detail = f"{what} asks for {format_name(dtype).upper()}, and {where}"
             self._log.add("A630", detail, line=line, step=seen.step)
 

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,7 +71,7 @@ class SeenProducts:
 
     step: int
     first: str
-    """The first product, and its line."""
+    """The operation of the first product."""
     formats: set[torch.dtype]
     """The formats of all results, not only of products."""
 
@@ -125,7 +124,7 @@ class CheckedOperations:
         if isinstance(result, Tensor):
             self._results.add(result.dtype)
             if self.products is None and (name in _PRODUCTS or "attention" in name):
-                self.products = SeenProducts(self._step, f"{name} at {Path(running_line()).name}", self._results)
+                self.products = SeenProducts(self._step, name, self._results)
         check = self._checks.get(name)
         if check is not None and args and caller(frame) == "script":
             if not is_of_torch(frame):

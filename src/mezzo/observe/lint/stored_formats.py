@@ -42,7 +42,8 @@ _LEAST = 8
 """Numbers of a tensor that have to prove that it was rounded."""
 _LEAST_STILL = 32
 """Numbers of a module that have to stand still."""
-_STILL = 0.5
+_STILL = 0.75
+"""Share of a module's numbers that have to stand still."""
 _WEIGHT = ""
 _GRADIENT = "gradient"
 _ACCUMULATES = re.compile(r"avg|mom|ema|sum|square|variance|master|exp_inf|acc_delta|^[mv]$")
