@@ -141,7 +141,7 @@ def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
 
 
 def scalings_in(root: Tensor, sequences: Collection[int]) -> list[int]:
-    """Return those of ``sequences`` that a loss passed through, the last first; a sum of several losses ends the walk."""
+    """Return the ``sequences`` that a loss passed through, the last first; a sum of several losses ends the walk."""
     found, node = [], root.grad_fn
     for _ in range(_MAX_NODES if root.numel() == 1 else 0):
         if node is None or not _is_scalar(node):

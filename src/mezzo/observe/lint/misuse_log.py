@@ -335,8 +335,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A627",
         "optimizer state is kept in 16 bits",
         "warning",
-        "averages of gradients keep 8 bits in BF16 and 11 in FP16, so small changes are lost; a count of steps stands still at 256 in BF16 "
-        "and 2048 in FP16",
+        "averages of gradients lose small changes: BF16 has 8 bits, FP16 11; a count of steps stands still at 256 or 2048",
         "create the state in FP32, as torch's optimizers do for FP32 weights; leave the optimizer out of conversions of a checkpoint",
     ),
     Misuse(

@@ -99,7 +99,7 @@ class GradientView:
 
     Args:
         gradients: the gradients to watch.
-        scaled: those of them that are multiplied by a loss scale.
+        scaled: the ones that are multiplied by a loss scale.
         norm_read: called when the norm or the square of a scaled gradient is computed before any was changed.
         limited: called when a scaled gradient is clamped before any was changed, with whether that was in place.
         narrow: called with the format when the norm of gradients is computed in 16 bits, or cast to them.
