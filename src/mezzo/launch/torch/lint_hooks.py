@@ -164,41 +164,48 @@ _LISTENERS: dict[str, OnCall] = {
 
 def _report_settings(lint: Lint, patches: Patches) -> None:
     """Report the 16-bit formats that the script asks a library for."""
-
-    def report(module: str, name: str, method: str, read: Callable[[Any, dict[str, Any]], Any], what: str) -> None:
-        def called(original: OnCall, self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            lint.configured.asked(read(self, kwargs), what)
-            return result
-
-        after_import(module, lambda: patches.around(getattr(sys.modules[module], name), method, called), patches)
-
-    for module, name, method, read, what in _SETTINGS:
-        report(module, name, method, read, what)
+    for module, name, read, what in _SETTINGS:
+        reporting = functools.partial(_made_with_setting, lint, read, what)
+        after_import(module, functools.partial(_report_class, patches, module, name, reporting), patches)
 
 
-def _of_arguments(arguments: Any, kwargs: Any) -> str:
-    """Return the format of Hugging Face's TrainingArguments."""
-    return "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else ""
+def _report_class(patches: Patches, module: str, name: str, reporting: OnCall) -> None:
+    patches.around(getattr(sys.modules[module], name), "__init__", reporting)
 
 
-_PRECISION = "Trainer(precision='{}')"
-_PARAM_DTYPE = "(param_dtype={})"
-_SETTINGS: tuple[tuple[str, str, str, Callable[[Any, dict[str, Any]], Any], str], ...] = (
-    ("transformers.training_args", "TrainingArguments", "__post_init__", _of_arguments, "TrainingArguments({}=True)"),
-    *(
-        ("accelerate", "Accelerator", "__init__", lambda a, _: a.mixed_precision, "Accelerator(mixed_precision='{}')"),
-        *(
-            (f"{package}.trainer.trainer", "Trainer", "__init__", lambda _, kwargs: kwargs.get("precision"), _PRECISION)
-            for package in ("lightning.pytorch", "pytorch_lightning")
-        ),
-        *(
-            ("torch.distributed.fsdp", name, "__init__", lambda made, _: made.param_dtype, name + _PARAM_DTYPE)
-            for name in ("MixedPrecision", "MixedPrecisionPolicy")
-        ),
-    ),
+def _made_with_setting(
+    lint: Lint, read: Callable[[Any, Any], Any], what: str, original: OnCall, self: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(self, *args, **kwargs)
+    lint.configured.asked(read(self, kwargs), what)
+
+
+def _of_arguments(made: Any, _: Any) -> str:
+    return "bf16" if made.bf16 else "fp16" if made.fp16 else ""
+
+
+def _of_trainer(_: Any, kwargs: Any) -> Any:
+    return kwargs.get("precision")
+
+
+def _of_accelerator(made: Any, _: Any) -> Any:
+    return made.mixed_precision
+
+
+def _of_shards(made: Any, _: Any) -> Any:
+    return made.param_dtype
+
+
+_FSDP = "torch.distributed.fsdp"
+_SETTINGS: tuple[tuple[str, str, Callable[[Any, Any], Any], str], ...] = (
+    ("transformers.training_args", "TrainingArguments", _of_arguments, "TrainingArguments({}=True)"),
+    ("accelerate", "Accelerator", _of_accelerator, "Accelerator(mixed_precision='{}')"),
+    ("lightning.pytorch.trainer.trainer", "Trainer", _of_trainer, "Trainer(precision='{}')"),
+    ("pytorch_lightning.trainer.trainer", "Trainer", _of_trainer, "Trainer(precision='{}')"),
+    (_FSDP, "MixedPrecision", _of_shards, "MixedPrecision(param_dtype={})"),
+    (_FSDP, "MixedPrecisionPolicy", _of_shards, "MixedPrecisionPolicy(param_dtype={})"),
 )
-"""The class of a library that takes a format, the method that has read it, how to read it, and how a finding names it."""
+"""Module and class of a library that takes a format, how to read it from the object and its arguments, and how a finding names it."""
 
 
 def _report_exchanges(lint: Lint, patches: Patches) -> None:

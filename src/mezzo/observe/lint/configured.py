@@ -85,7 +85,7 @@ class Exchanges:
         if tensor.dtype not in HALF or not wide or not (own or tensor.dim() == 1):
             return
         detail = f"{name} of {tensor.numel():,} {format_name(tensor.dtype).upper()} gradients, and the weights are FP32"
-        self._log.add("A631", detail, parameters=own[:1] or wide, line=line)
+        self._log.add("A631", detail, parameters=own or wide, line=line)
 
     def norm_taken(self, what: str, dtype: torch.dtype, parameters: Sequence[Tensor]) -> None:
         """Record that the norm of gradients is taken, or kept, in a 16-bit format."""

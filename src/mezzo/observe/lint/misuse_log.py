@@ -106,7 +106,13 @@ class MisuseLog:
     def named(self, parameters: Iterable[Tensor]) -> NamedParameters:
         """Return the names of some parameters, which are also known when the models are gone."""
         parameters, names = list(parameters), self.names()
-        paths = {id(p): (names.parameter(p), names.of_parameter(id(p))) for p in parameters}
+        own = [names.parameter(p) for p in parameters]
+        sizes = [" x ".join(map(str, p.shape)) for p in parameters]
+        listed = zip(parameters, own, sizes, strict=True)
+        paths = {
+            id(p): (f"parameter {k}, of {size}" if name == Names.no_path else name, names.of_parameter(id(p)))
+            for k, (p, name, size) in enumerate(listed)
+        }
         return NamedParameters(paths, tuple(_named(self._run.objects.roots, parameters, ())))
 
     def findings(self) -> list[Finding]:

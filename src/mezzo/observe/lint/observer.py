@@ -1,6 +1,7 @@
 """Record the calls of a script's training loop and detect misuse of its own mixed precision.
 
-Everything is derived from calls, identities and versions on the host: no device is read. Most checks run in the first updates only, since
+Everything is derived from calls, identities and versions on the host; samples of stored numbers stay on the device until the end of the
+run, so nothing waits for it while the script trains. Most checks run in the first updates only, since
 a loop does the same in each. The schedule, and the order of the calls of a GradScaler that is on, are checked to the end.
 """
 
@@ -362,7 +363,7 @@ class Lint:
             self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool, by_scaler: bool) -> None:
-        self._stored.ended(optimizer)
+        self._stored.stop()
         self._gradients.of(optimizer).step(skipped=skipped, by_scaler=by_scaler)
         if self.over:
             return

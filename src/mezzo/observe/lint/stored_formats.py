@@ -40,6 +40,7 @@ _MOST_TENSORS = 64
 _MOST_NUMBERS = 256
 _LEAST = 8
 """Numbers of a tensor that have to prove that it was rounded."""
+_MANY = 256
 _LEAST_STILL = 32
 """Numbers of a module that have to stand still."""
 _STILL = 0.75
@@ -93,11 +94,15 @@ class _Loaded(NamedTuple):
     given: dict[_Key, torch.dtype]
 
 
-class _Decay(NamedTuple):
-    """A factor of weight decay that rounding undoes."""
+@dataclass
+class _Decay:
+    """Weight decay that rounding undoes: the factor and where it was seen first."""
 
     factor: float
-    weights: list[Tensor]
+    line: str
+    step: int
+    weights: dict[int, torch.dtype] = field(default_factory=dict)
+    updates: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -115,6 +120,7 @@ class _Seen:
     step: int = 0
     loaded: _Loaded | None = None
     compared: list[_Compared] = field(default_factory=list)
+    decay: _Decay | None = None
     keeps_parts: bool = False
     """Whether its state may hold what 16-bit weights have lost: masters, or compensation."""
 
@@ -127,7 +133,6 @@ class StoredFormats:
         self._seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
         self._all: list[_Seen] = []
         self._calls = CallMode()
-        self._decays: list[_Decay] = []
 
     # --- what the lint reports ---------------------------------------------------------------------------------------------------
 
@@ -154,22 +159,10 @@ class StoredFormats:
         seen.samples = samples if due else None
         weights = [p for p in trained_leaves(optimizer) if p.dtype in HALF] if number in _DECAYED else []
         if weights:
-            self._calls.start(_DecayView(weights, self._decays))
-
-    def ended(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer has stepped."""
-        self.stop()
-        decays, self._decays[:] = list(self._decays), []
-        for factor in dict.fromkeys(one.factor for one in decays):
-            weights = [p for one in decays if one.factor == factor for p in one.weights]
-            detail = (
-                f"weight decay of {type(optimizer).__name__} multiplies {_name(weights[0].dtype)} weights by {factor:.8g}, which "
-                "rounding undoes"
-            )
-            self._log.add("A633", detail, parameters=weights)
+            self._calls.start(_DecayView(weights, seen, line, step))
 
     def stop(self) -> None:
-        """Stop inspecting the operations of a step."""
+        """Record that an optimizer has stepped, or that nothing more is to be inspected."""
         self._calls.stop()
 
     @contextmanager
@@ -187,6 +180,7 @@ class StoredFormats:
             compared, seen.compared = seen.compared, []
             self._report_rounded(seen, compared)
             self._report_still(seen, [one for one in compared if one.before is not None])
+            self._report_decay(seen)
 
     def _of(self, optimizer: Optimizer) -> _Seen:
         seen = self._seen.get(optimizer)
@@ -264,7 +258,8 @@ class StoredFormats:
                 counts[1] += total
         shares = {name: num_still / total for name, (num_still, total) in still.items() if total >= _LEAST_STILL}
         lost = {name: share for name, share in shares.items() if share >= (1.0 if seen.own else _STILL)}
-        if not lost or len(pairs) < ENOUGH or (seen.own and (len(lost) < len(shares) or seen.keeps_parts)):
+        certain = not seen.own or (len(lost) == len(shares) and self._many(still) and not seen.keeps_parts)
+        if not lost or len(pairs) < ENOUGH or not certain:
             return
         concerned = [p for p in weights if seen.names.module(p) in lost]
         listed = ", ".join(f"{share:.0%} in {name}" for name, share in list(lost.items())[:_MOST_NAMED])
@@ -272,13 +267,29 @@ class StoredFormats:
         modules = seen.names.modules(concerned)
         self._log.add("A633", detail, named=modules, line=pairs[0].line, step=pairs[0].step, count=len(pairs))
 
+    @staticmethod
+    def _many(still: Mapping[str, Sequence[int]]) -> bool:
+        """Return whether so many numbers stood still that rounding at random would have moved one."""
+        return sum(num_still for num_still, _ in still.values()) >= _MANY
+
+    def _report_decay(self, seen: _Seen) -> None:
+        """Report weight decay that rounding undoes."""
+        decay, seen.decay = seen.decay, None
+        if decay is not None:
+            form = _name(next(iter(decay.weights.values())))
+            detail = (
+                f"weight decay of {seen.kind} multiplies {form} weights by {decay.factor:.8g}, which rounding undoes"
+            )
+            modules = seen.names.modules(decay.weights)
+            self._log.add("A633", detail, named=modules, line=decay.line, step=decay.step, count=len(decay.updates))
+
 
 class _DecayView:
     """An observer of products of 16-bit weights with numbers so close to 1 that rounding undoes them."""
 
-    def __init__(self, weights: Sequence[Tensor], found: list[_Decay]) -> None:
+    def __init__(self, weights: Sequence[Tensor], seen: _Seen, line: str, step: int) -> None:
         self._weights = {storage_of(p): p for p in weights}
-        self._found = found
+        self._seen, self._line, self._step = seen, line, step
 
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Inspect one finished call."""
@@ -288,7 +299,9 @@ class _DecayView:
         weights = [w for t in given if t.dtype in HALF and (w := self._weights.get(storage_of(t))) is not None]
         lost = [w for w in weights if 0 < abs(1 - args[1]) < _eps(w.dtype) / 4]
         if lost:
-            self._found.append(_Decay(args[1], lost))
+            decay = self._seen.decay = self._seen.decay or _Decay(args[1], self._line, self._step)
+            decay.weights.update((id(w), w.dtype) for w in lost)
+            decay.updates.add(self._seen.num_updates)
 
 
 def formats_of(optimizer: Optimizer) -> dict[_Key, torch.dtype]:
