@@ -212,7 +212,7 @@ HOW = {
         "here products ran, and no result had the format. Scripts that compile code are not checked, nor regions that other steps enter."
     ),
     "A631": (
-        "Mezzo observes `all_reduce`, `reduce` and `reduce_scatter_tensor` of `torch.distributed` during backward passes and between them "
+        "Mezzo observes `all_reduce`, `reduce` and `reduce_scatter_single` of `torch.distributed` during backward passes and between them "
         "and the update: here a 16-bit tensor had the shape of an FP32 weight, or was a flat buffer beside FP32 weights. What DDP reduces "
         "without a hook, and what `redistribute` of a DTensor reduces, is not seen."
     )
@@ -226,8 +226,8 @@ HOW = {
     "For an optimizer that is not torch's, all of them have to, and its state may hold nothing like a master weight: it may round at "
     "random. Weight decay is reported if the optimizer multiplies 16-bit weights by a number so close to 1 that none can change.",
     "A634": (
-        "Mezzo follows the loss back through the products that end its graph: here are two products of GradScalers, or one inside a "
-        "`mezzo.Session` with a scale, or one beside a factor that is the scale itself or a power of two from 128 on. A factor that is a "
+        "Mezzo follows the loss back through the products that end its graph: here are two products of GradScalers, or one "
+        "beside a factor that is the scale itself or a power of two from 128 on. `mezzo.Session` refuses a scaled loss. A factor that is a "
         "size of the model's input does not count, nor do gradients that the script changes before the update."
     )
     + _FIRST,

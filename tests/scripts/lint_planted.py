@@ -1172,6 +1172,16 @@ def reduced_in_bf16():
     dist.destroy_process_group()
 
 
+def scattered_in_bf16():
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    begin_group(1)
+    for _ in before_updates():
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()]).bfloat16()
+        scatter(torch.empty_like(flat), flat)  # A631
+        optimizer.step()
+    dist.destroy_process_group()
+
+
 def compressed_by_a_hook():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -100,7 +100,7 @@ DIFFERENT = {
     Expected(
         1, 3, 0, NONE
     ): "average_in_new_tensors_on_skip average_by_new_lerps_on_skip",  # the last average is gone in the end
-    Expected(1, 4, 0): "result_unused scaled_by_two_scalers scaled_by_accelerate_too",
+    Expected(1, 4, 0): "result_unused scattered_in_bf16 scaled_by_two_scalers scaled_by_accelerate_too",
     Expected(1, 4, 0, NONE): "schedule_on_skip schedule_on_skip_of_fused average_model_on_skip average_by_hand_on_skip "
     "average_copied_on_skip average_on_skip_of_fused",
     Expected(1, 6, 6): "unscale_each_micro_batch",

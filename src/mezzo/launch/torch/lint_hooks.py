@@ -210,7 +210,9 @@ _SETTINGS: tuple[tuple[str, str, Callable[[Any, Any], Any], str], ...] = (
 
 def _report_exchanges(lint: Lint, patches: Patches) -> None:
     """Report reductions over processes until the first updates have been checked."""
-    for name, place in _REDUCTIONS.items() if dist.is_available() else ():
+    for name, place in REDUCTIONS.items():
+        if not hasattr(dist, name):  # by the version of torch, and by how it was built
+            continue
         patches.wrap(dist, name, functools.partial(_reduce_reporting, lint, name, place))
 
 
@@ -231,7 +233,7 @@ def _reduce_reporting(lint: Lint, name: str, place: int, original: OnCall) -> On
     return reduce
 
 
-_REDUCTIONS = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1}
+REDUCTIONS = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "reduce_scatter_single": 1}
 """The functions that reduce a tensor, and the position of what they read."""
 
 

@@ -183,7 +183,7 @@ class Lint:
             batch=self._batch,
             keeps_graph=keeps_graph,
             fp16=fp16,
-            again=None if scaled is None else self.scalers.scaled_again(roots[0], loss, self._sizes, _session_scales()),
+            again=None if scaled is None else self.scalers.scaled_again(roots[0], loss, self._sizes),
         )
 
     def _may_be_fp16(self) -> bool:
@@ -434,24 +434,11 @@ class Lint:
         return self._log.findings()
 
 
-def _running_session() -> Session | None:
-    """Return the ``mezzo.Session`` that runs the backward pass; None if none does."""
+def _session_divides_by() -> int:
+    """Return the divisor of gradients in the running ``mezzo.Session``, 1 if none runs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is Session.backward.__code__:
-            session = frame.f_locals["self"]
-            return session if isinstance(session, Session) else None
-    return None
-
-
-def _session_divides_by() -> int:
-    """Return the divisor of gradients in the running ``mezzo.Session``, 1 if none runs."""
-    session = _running_session()
-    return 1 if session is None else session.accumulate
-
-
-def _session_scales() -> bool:
-    """Return whether a running ``mezzo.Session`` multiplies the loss by a scale of its own."""
-    session = _running_session()
-    return session is not None and session.scales[0].skips_overflows
+            return int(frame.f_locals["self"].accumulate)
+    return 1

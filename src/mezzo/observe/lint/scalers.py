@@ -101,9 +101,7 @@ class Scalers:
         found = [found_in([root], self._products) for root in roots]
         return None if None in found or not found else self._products[found[0]]  # type: ignore[index]
 
-    def scaled_again(
-        self, root: Tensor, loss: TracedLoss, sizes: Container[float], in_session: bool
-    ) -> ScaledAgain | None:
+    def scaled_again(self, root: Tensor, loss: TracedLoss, sizes: Container[float]) -> ScaledAgain | None:
         """Return what multiplies a loss by a scale beside its GradScaler.
 
         A factor by hand counts if it is the scale itself, or a power of two from 128 that is no size of the model's input:
@@ -116,8 +114,6 @@ class Scalers:
                 "a GradScaler multiplies the loss twice" if same else "two GradScalers multiply the loss",
                 None if same else chain[1],
             )
-        if in_session:
-            return ScaledAgain("a GradScaler and mezzo.Session multiply the loss")
         reads = [state.read for state in self._states.values() if state.read not in (None, 1.0)]
         for value in (f.value for f in loss.factors if f.value is not None and not f.divides):
             power = value >= _MIN_SCALE and math.frexp(value)[0] == _POWER_OF_TWO and value not in sizes
