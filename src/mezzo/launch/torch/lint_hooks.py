@@ -56,7 +56,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         function = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
-        reporting = _clip_reporting(lint, function, by_norm="norm" in name)
+        reporting = _clip_reporting(lint, function, by_norm=name == "clip_grad_norm_")
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
                 patches.replace(owner, name, reporting)

@@ -33,6 +33,8 @@ class _Asked(NamedTuple):
 
     what: str
     line: str
+    by_region: bool
+    """Whether an autocast region asked: other steps may enter it, and prove nothing of the inspected one."""
 
 
 class Configured:
@@ -44,17 +46,17 @@ class Configured:
         self._regions: set[tuple[torch.dtype, int]] = set()
         """The formats of autocast regions with gradients, and the steps in which they were entered."""
 
-    def asked(self, wanted: Any, what: str) -> None:
+    def asked(self, wanted: Any, what: str, *, by_region: bool = False) -> None:
         """Record that the script asks for a format, by a dtype or by a word; anything but one of 16 bits is left alone."""
         dtype = wanted if isinstance(wanted, torch.dtype) else _WORDS.get(str(wanted))
         if dtype in HALF and dtype is not None and dtype not in self._asked:
-            self._asked[dtype] = _Asked(what.format(wanted), running_line())
+            self._asked[dtype] = _Asked(what.format(wanted), running_line(), by_region)
 
     def region(self, dtype: torch.dtype, step: int) -> None:
         """Record that the script enters an autocast region with gradients."""
         if (dtype, step) not in self._regions:
             self._regions.add((dtype, step))
-            self.asked(dtype, "torch.autocast({})")
+            self.asked(dtype, "torch.autocast({})", by_region=True)
 
     def report(self) -> None:
         """Report the formats in which the inspected step computed nothing, if its products ran in FP32 or in another 16-bit format."""
@@ -62,9 +64,9 @@ class Configured:
         seen = self._operations.products
         if self._run.precision.effective is not None or self._run.phase.compiles or seen is None:
             return
-        for dtype, (what, line) in asked.items():
-            of_region = what.startswith("torch.autocast") and (dtype, seen.step) not in self._regions
-            if dtype in seen.formats or of_region:  # a region that other steps enter proves nothing
+        for dtype, (what, line, by_region) in asked.items():
+            elsewhere = by_region and (dtype, seen.step) not in self._regions
+            if dtype in seen.formats or elsewhere:
                 continue
             ran = " and ".join(sorted(format_name(d).upper() for d in seen.formats if d in HALF) or ["FP32"])
             where = f"the products of step {seen.step} ran in {ran}: {seen.first}, for one"

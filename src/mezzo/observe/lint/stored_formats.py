@@ -36,6 +36,7 @@ COMPARED = (1, 2, 3, 4, 8, 16, 32)
 """The updates of an optimizer before which its numbers are sampled; they are compared with those before the next update."""
 _DECAYED = (1, 2)
 """The updates whose operations on 16-bit weights are inspected."""
+_MOST_OPTIMIZERS = 16
 _MOST_TENSORS = 64
 _MOST_NUMBERS = 256
 _LEAST = 8
@@ -139,6 +140,8 @@ class StoredFormats:
     def begins(self, optimizer: Optimizer, *, step: int) -> None:
         """Record that an optimizer is about to step."""
         seen = self._of(optimizer)
+        if seen is None:
+            return
         seen.num_updates += 1
         number, line = seen.num_updates, running_line()
         if number == 1 or seen.loaded is not None:
@@ -171,8 +174,9 @@ class StoredFormats:
         given = _given(optimizer, state)
         line = running_line()
         yield
-        if given:
-            self._of(optimizer).loaded = _Loaded(line, step, given)
+        seen = self._of(optimizer) if given else None
+        if seen is not None:
+            seen.loaded = _Loaded(line, step, given)
 
     def report(self) -> None:
         """Read the samples from the device, and report."""
@@ -182,9 +186,10 @@ class StoredFormats:
             self._report_still(seen, [one for one in compared if one.before is not None])
             self._report_decay(seen)
 
-    def _of(self, optimizer: Optimizer) -> _Seen:
+    def _of(self, optimizer: Optimizer) -> _Seen | None:
+        """Return what is known of an optimizer; None beyond the first few, since a script may create one in each step."""
         seen = self._seen.get(optimizer)
-        if seen is None:
+        if seen is None and len(self._all) < _MOST_OPTIMIZERS:
             own = not type(optimizer).__module__.startswith("torch.optim")
             seen = _Seen(type(optimizer).__name__, own, self._log.named(()))
             self._seen[optimizer] = seen
