@@ -396,6 +396,96 @@ def format_of_the_engine_itself():
         optimizer.step()
 
 
+# --- looked up after the findings were written ---------------------------------------------------
+
+
+def adam_inherits_bf16():
+    """areal-project/AReaL/pull/1369: configured: an actor in BF16; got: AdamW in BF16 too, and a loss that ends 3 times as high."""
+    model = narrow()
+    train(model, torch.optim.AdamW(model.parameters(), lr=2e-5))
+
+
+def norm_weights_at_one():
+    """NVIDIA-NeMo/Automodel/pull/3875: configured: AdamW at 6e-4; got: BF16 norm weights that are still 1 after 100 steps."""
+    model = nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 2)).bfloat16()
+    train(model, torch.optim.AdamW(model.parameters(), lr=6e-4))
+
+
+def buffer_of_the_other_format():
+    """OpenBMB/BMTrain/pull/175: configured: a BF16 state to resume from; got: an FP16 buffer for it."""
+
+    class Offload(Adam):
+        def load_state_dict(self, saved):
+            super().load_state_dict(saved)
+            for state in self.state.values():
+                state["exp_avg"] = state["exp_avg"].half()
+
+    model = narrow()
+    optimizer = Offload(model.parameters())
+    optimizer.load_state_dict(adam_state(model.parameters()))
+    train(model, optimizer)
+
+
+def moments_like_fp16_weights():
+    """NVIDIA/apex/pull/1623: configured: layers cast to FP16 by hand under amp; got: moments like them, in FP16."""
+
+    class FusedAdam(Adam):
+        def store(self, p, state, mean, square, update):
+            state["exp_avg"], state["exp_avg_sq"] = mean.to(p.dtype), square.to(p.dtype)
+            p.copy_(p.float() - update)
+
+    model = net(torch.tanh, width=32).half()
+    train(model, FusedAdam(model.parameters(), betas=(0.9, 0.99)))
+
+
+def norms_reduced_in_bf16():
+    """NVIDIA-NeMo/Automodel/pull/825: configured: clipping over all stages; got: norms reduced in BF16, and NaN."""
+    model = narrow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begin_group()
+    for _ in backward_passes(model, optimizer):
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        total = norm**2
+        dist.all_reduce(total)
+        for p in model.parameters():
+            p.grad.mul_((1.0 / (total.sqrt() + 1e-6)).clamp(max=1.0))
+    dist.destroy_process_group()
+
+
+def loaded_wider_than_asked():
+    """CarperAI/trlx/issues/535: configured: weights loaded in BF16; got: FP32 ones, and no memory left."""
+    model = net(torch.tanh, width=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+        F.mse_loss(out.float(), y).backward()
+        optimizer.step()
+
+
+def option_that_is_not_passed_on():
+    """oobabooga/textgen/issues/3460: configured: the program's own --bf16; got: FP16, which the code passes on in its place."""
+    model = net(torch.tanh, width=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        scaler.scale(F.mse_loss(out.float(), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def weights_hard_coded_wide():
+    """NVIDIA-NeMo/RL/issues/2865: configured: BF16 weights for an optimizer with masters; got: FP32 ones, of twice the memory."""
+    model = net(torch.tanh, width=32)
+    train(model, Adam(model.parameters(), master_weights=True))
+
+
 # --- correct set-ups -----------------------------------------------------------------------------
 
 

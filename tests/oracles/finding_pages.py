@@ -222,9 +222,10 @@ HOW = {
         "gradients in 16 bits were clipped by their norm, or a norm of gradients was computed in 16 bits or cast to them."
     ),
     "A633": _SAMPLED
-    + "Here, in two updates or more, three quarters or more of a module's 16-bit weights with a gradient stayed the same, bit for bit. "
-    "For an optimizer that is not torch's, all of them have to, and its state may hold nothing like a master weight: it may round at "
-    "random. Weight decay is reported if the optimizer multiplies 16-bit weights by a number so close to 1 that none can change.",
+    + "Here, in two updates or more, three quarters or more of a 16-bit weight's sampled numbers with a gradient stayed the same. Biases "
+    "alone do not count: before a norm, their gradients are noise. For an optimizer that is not torch's, all numbers have to stay, and its "
+    "state may hold nothing like a master weight: it may round at random. Weight decay is reported if the optimizer multiplies 16-bit "
+    "weights by a number so close to 1 that none can change.",
     "A634": (
         "Mezzo follows the loss back through the products that end its graph: here are two products of GradScalers, or one "
         "beside a factor that is the scale itself or a power of two from 128 on. `mezzo.Session` refuses a scaled loss. A factor that is a "

@@ -44,13 +44,15 @@ REPORTS = [
     ),
     Report("master_weight_becomes_bf16", {"A628": LOAD}, "exp_avg of 0.weight and 11 more: FP32 in the state that"),
     Report("checkpoint_cast_whole", {"A628": LOAD, "A627": STEP}, "keeps step in BF16, for 4 weights"),
-    Report("upcast_of_a_local_name", {"A622": STEP, "A633": STEP}, "leaves BF16 weights with a gradient as they are"),
-    Report("decay_in_bf16", {"A633": STEP}, "weight decay of RandomlyRounded multiplies BF16 weights by 0.999999"),
     Report(
-        "rate_below_the_spacing", {"A633": STEP}, "AdamW leaves BF16 weights with a gradient as they are: 100% in 0"
+        "upcast_of_a_local_name",
+        {"A622": STEP, "A633": STEP},
+        "AdamW updates BF16 weights, and of a sample with gradients 99% of 0.weight",
     ),
-    Report("masters_for_fp16_only", {"A633": STEP}, "100% in 0, 100% in 2"),
-    Report("written_back_to_bf16", {"A633": STEP}, "100% in 3", ("3",)),
+    Report("decay_in_bf16", {"A633": STEP}, "weight decay of RandomlyRounded multiplies BF16 weights by 0.999999"),
+    Report("rate_below_the_spacing", {"A633": STEP}, "100% of 0.weight"),
+    Report("masters_for_fp16_only", {"A633": STEP}, "100% of 0.weight, 100% of 0.bias, 100% of 2.weight"),
+    Report("written_back_to_bf16", {"A633": STEP}, "100% of 3.weight", ("3",)),
     Report("average_of_adapters_in_fp16", {"A612": "slow.data.mul_(0.999)"}, "4 weights are averaged by hand"),
     Report("reduced_in_bf16_at_any_size", {"A631": "dist.all_reduce(flat)"}, "all_reduce of 290 BF16 gradients"),
     Report(
@@ -66,6 +68,17 @@ REPORTS = [
     Report("model_not_prepared", {"A630": "Accelerator("}, "step 2 ran in FP32", ()),
     Report("format_of_the_engine_itself", {"A630": "MixedPrecision("}, "step 2 ran in BF16", ()),
 ]
+LATER = [
+    Report("adam_inherits_bf16", {"A622": STEP, "A633": STEP}, "AdamW updates BF16 weights"),
+    Report("norm_weights_at_one", {"A622": STEP, "A633": STEP}, "100% of 1.weight stand still", ("1",)),
+    Report("buffer_of_the_other_format", {"A628": "load_state_dict(saved)"}, "exp_avg of 0.weight and 3 more: BF16"),
+    Report("moments_like_fp16_weights", {"A609": ".backward()", "A622": STEP}, "second moments in FP16"),
+    Report("norms_reduced_in_bf16", {"A632": "norm = torch.stack"}, "the norm of gradients in BF16", ()),
+    Report("loaded_wider_than_asked", {}, ""),
+    Report("option_that_is_not_passed_on", {}, ""),
+    Report("weights_hard_coded_wide", {}, ""),
+]
+"""Reports that were looked up after the findings had been written; of the last three nothing is said."""
 HEALTHY = [
     "fp32_weights_under_autocast",
     "bf16_weights_with_fp32_masters",
@@ -88,7 +101,7 @@ def found_in(name: str) -> dict[str, Finding]:
     return {finding.code: finding for finding in run.lint.findings()}
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=lambda r: r.name)
+@pytest.mark.parametrize("report", [*REPORTS, *LATER], ids=lambda r: r.name)
 def test_a_report_is_found_with_tensor_and_line(report: Report) -> None:
     if report.name == "flag_of_the_arguments":
         pytest.importorskip("transformers")
@@ -97,9 +110,9 @@ def test_a_report_is_found_with_tensor_and_line(report: Report) -> None:
     found = found_in(report.name)
     assert found.keys() == report.codes.keys()
     assert all(text in source_of(found[code].lines[0]) for code, text in report.codes.items())
-    last = found[list(report.codes)[-1]]
-    assert report.what in last.detail
-    assert tuple(last.modules) == report.modules
+    for last in list(report.codes)[-1:]:
+        assert report.what in found[last].detail
+        assert tuple(found[last].modules) == report.modules
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -110,9 +123,9 @@ def test_nothing_is_said_of_a_correct_set_up(name: str) -> None:
 def test_the_page_has_every_report_and_set_up() -> None:
     text = PAGE.read_text(encoding="utf-8").partition("## Configured X, got Y")[2].partition("\n## ")[0]
     rows = re.findall(
-        r"^\| \[.*?\]\(https://github.com/(\S+?)\) \| (.*?) \| (.*?) \| (A.*?) \| `(\w+)` \|$", text, re.M
+        r"^\| \[.*?\]\(https://github.com/(\S+?)\) \| (.*?) \| (.*?) \| (A.*?|nothing) \| `(\w+)` \|$", text, re.M
     )
-    codes = {report.name: ", ".join(sorted(report.codes)) for report in REPORTS}
+    codes = {report.name: ", ".join(sorted(report.codes)) or "nothing" for report in [*REPORTS, *LATER]}
     assert {name: found for *_, found, name in rows} == codes
     for address, was_set, got, _, name in rows:
         assert (inspect.getdoc(getattr(configured, name)) or "") == f"{address}: configured: {was_set}; got: {got}."

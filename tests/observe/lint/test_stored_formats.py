@@ -59,7 +59,7 @@ def test_weights_stand_still_below_half_a_unit(num_still: int, share: str) -> No
     net = nn.Linear(8, 8, bias=False).to(BF16)
     nn.init.ones_(net.weight)
     said = details(net, lambda p: torch.optim.SGD(p, lr=1.0), step)
-    expected = f"SGD leaves BF16 weights with a gradient as they are: {share} in Linear, of a sample"
+    expected = f"SGD updates BF16 weights, and of a sample with gradients {share} of weight stand still"
     assert said == ({"A633": expected} if share else {})
 
 

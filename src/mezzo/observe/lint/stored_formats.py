@@ -43,9 +43,9 @@ _LEAST = 8
 """Numbers of a tensor that have to prove that it was rounded."""
 _MANY = 256
 _LEAST_STILL = 32
-"""Numbers of a module that have to stand still."""
+"""Numbers with a gradient from which a share is taken."""
 _STILL = 0.75
-"""Share of a module's numbers that have to stand still."""
+"""Share of a weight's numbers that have to stand still."""
 _WEIGHT = ""
 _GRADIENT = "gradient"
 _ACCUMULATES = re.compile(r"avg|mom|ema|sum|square|variance|master|exp_inf|acc_delta|^[mv]$")
@@ -252,28 +252,32 @@ class StoredFormats:
 
     def _report_still(self, seen: _Seen, pairs: Sequence[_Compared]) -> None:
         """Report 16-bit weights that updates leave as they are."""
-        still: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        """For each module: numbers that stood still, and numbers with a gradient."""
-        weights: dict[int, torch.dtype] = {}
+        still: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        """For each weight: numbers that stood still, and numbers with a gradient."""
+        formats: dict[int, torch.dtype] = {}
         for one in pairs:
             for parameter, dtype, num_still, total in _still(one):
-                weights[parameter] = dtype
-                counts = still[seen.names.module(parameter)]
-                counts[0] += num_still
-                counts[1] += total
-        shares = {name: num_still / total for name, (num_still, total) in still.items() if total >= _LEAST_STILL}
-        lost = {name: share for name, share in shares.items() if share >= (1.0 if seen.own else _STILL)}
+                formats[parameter] = dtype
+                still[parameter][0] += num_still
+                still[parameter][1] += total
+        shares = {p: num_still / total for p, (num_still, total) in still.items() if total >= _LEAST_STILL}
+        lost = {p: share for p, share in shares.items() if share >= (1.0 if seen.own else _STILL)}
         certain = not seen.own or (len(lost) == len(shares) and self._many(still) and not seen.keeps_parts)
-        if not lost or len(pairs) < ENOUGH or not certain:
+        only_biases = all(
+            seen.names.parameter(p).endswith("bias") for p in lost
+        )  # before a norm their gradients are noise
+        if only_biases or len(pairs) < ENOUGH or not certain:
             return
-        concerned = [p for p in weights if seen.names.module(p) in lost]
-        listed = ", ".join(f"{share:.0%} in {name}" for name, share in list(lost.items())[:_MOST_NAMED])
-        detail = f"{seen.kind} leaves {_name(weights[concerned[0]])} weights with a gradient as they are: {listed}, of a sample"
-        modules = seen.names.modules(concerned)
+        listed = [f"{share:.0%} of {seen.names.parameter(p)}" for p, share in lost.items()]
+        more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
+        form = _name(formats[next(iter(lost))])
+        what = f"{', '.join(listed[:_MOST_NAMED])}{more} stand still"
+        detail = f"{seen.kind} updates {form} weights, and of a sample with gradients {what}"
+        modules = seen.names.modules(lost)
         self._log.add("A633", detail, named=modules, line=pairs[0].line, step=pairs[0].step, count=len(pairs))
 
     @staticmethod
-    def _many(still: Mapping[str, Sequence[int]]) -> bool:
+    def _many(still: Mapping[int, Sequence[int]]) -> bool:
         """Return whether so many numbers stood still that rounding at random would have moved one."""
         return sum(num_still for num_still, _ in still.values()) >= _MANY
 
