@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST, RULES
 from mezzo.observe.lint.misuse_log import ENOUGH, MISUSES
+from mezzo.observe.lint.stored_formats import COMPARED
 from mezzo.records import Finding
 from mezzo.report.pages import finding_section
 from mezzo.report.sections import FactTable
@@ -46,6 +47,12 @@ _GRAPH = (
 _INSPECTED = (
     "Mezzo looks at the forward pass of the second step, which it counts, or of the steps that `mezzo audit` records, and at operations "
     "that the script or a library calls itself. Code inside `torch.compile` is not seen, nor what runs once before the training. "
+)
+
+_COMPARED = ", ".join(map(str, COMPARED))
+_SAMPLED = (
+    f"Up to 256 numbers of a tensor, of up to 64 weights, are copied before updates {_COMPARED} and before each next one, and are "
+    "read at the end of the run: no step waits for them. "
 )
 
 HOW = {
@@ -185,6 +192,44 @@ HOW = {
     "A626": (
         "Mezzo observes torch's reentrant checkpointing while gradients are on: here no argument of the checkpointed function required "
         "a gradient, and a module that it called has weights that do."
+    )
+    + _FIRST,
+    "A627": (
+        "Mezzo reads the formats of an optimizer's state after its first update: here a tensor of a weight's shape has 16 bits and the "
+        "weight is FP32, or a count of steps has 16 bits. State with scales of its own, as 8-bit optimizers keep it, does not count."
+    ),
+    "A628": (
+        f"Mezzo reads the formats of an optimizer's state before updates {_COMPARED}, and before each next one; and what "
+        "`load_state_dict` was given, and what it left when the next update began."
+    ),
+    "A629": _SAMPLED
+    + "Here every FP32 number that two updates or more had changed was a BF16 or FP16 number: its last 16 or 13 bits were 0. In results "
+    "of FP32 arithmetic that happens once in 65,536 or 8,192 numbers. Zeros and powers of two do not count, nor the first update, which "
+    "copies a gradient into the state of some optimizers. After `load_state_dict` it is reported if all tensors of a name are so.",
+    "A630": (
+        "Mezzo records the 16-bit formats that the script asks `torch.autocast`, `TrainingArguments`, `Accelerator`, Lightning's `Trainer` "
+        "and FSDP for, and the formats of all results in the forward pass of the second step, or of the steps that `mezzo audit` records: "
+        "here products ran, and no result had the format. Scripts that compile code are not checked, nor regions that other steps enter."
+    ),
+    "A631": (
+        "Mezzo observes `all_reduce`, `reduce` and `reduce_scatter_single` of `torch.distributed` during backward passes and between them "
+        "and the update: here a 16-bit tensor had the shape of an FP32 weight, or was a flat buffer beside FP32 weights. What DDP reduces "
+        "without a hook, and what `redistribute` of a DTensor reduces, is not seen."
+    )
+    + _FIRST,
+    "A632": (
+        "Mezzo observes torch's clipping, and in some updates the script's own calls between a backward pass and the update: here "
+        "gradients in 16 bits were clipped by their norm, or a norm of gradients was computed in 16 bits or cast to them."
+    ),
+    "A633": _SAMPLED
+    + "Here, in two updates or more, three quarters or more of a 16-bit weight's sampled numbers with a gradient stayed the same. Biases "
+    "alone do not count: before a norm, their gradients are noise. For an optimizer that is not torch's, all numbers have to stay, and its "
+    "state may hold nothing like a master weight: it may round at random. Weight decay is reported if the optimizer multiplies 16-bit "
+    "weights by a number so close to 1 that none can change.",
+    "A634": (
+        "Mezzo follows the loss back through the products that end its graph: here are two products of GradScalers, or one "
+        "beside a factor that is the scale itself or a power of two from 128 on. `mezzo.Session` refuses a scaled loss. A factor that is a "
+        "size of the model's input does not count, nor do gradients that the script changes before the update."
     )
     + _FIRST,
 }

@@ -8,9 +8,14 @@ import types
 import warnings
 
 import torch
+import torch.distributed as dist
 from lint_planted import (
     STEPS,
+    Moments,
     batches,
+    before_updates,
+    begin_group,
+    checkpoint_of,
     half,
     loss_of,
     model,
@@ -1194,7 +1199,7 @@ def moments_in_fp32():
 
 
 def moments_that_fall_fast():
-    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)):
+    for opt in train_in(torch.bfloat16, torch.optim.Adam, lr=1e-2, betas=(0.9, 0.95)):
         opt.step()
 
 
@@ -1205,7 +1210,7 @@ def moments_of_adamax_and_adagrad_in_fp32():
 
 
 def momentum_in_bf16():
-    for opt in train_in(torch.bfloat16, torch.optim.SGD, lr=1e-3, momentum=0.9):
+    for opt in train_in(torch.bfloat16, torch.optim.SGD, lr=0.5, momentum=0.9):
         opt.step()
 
 
@@ -1327,6 +1332,185 @@ def checkpoint_of_frozen_weights():
 
 def checkpoint_of_an_input_with_gradient():
     train_checkpointed(True, needs_input=True)
+
+
+def state_in_fp32_beside_bf16_weights():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = Moments(net.parameters())
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()
+
+
+def state_quantized_with_scales():
+    opt = Moments(model.parameters())
+    for state in opt.state.values():
+        state["scales"] = torch.ones(1, dtype=torch.bfloat16)
+        state["codes"] = torch.zeros(4, dtype=torch.uint8)
+    for _ in before_updates():
+        opt.step()
+
+
+def state_of_zeros_and_powers_of_two():
+    net = nn.Linear(6, 2, bias=False)
+    opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+    for k in range(STEPS):
+        net.weight.grad = torch.zeros(2, 6).fill_diagonal_(2.0**-k)
+        opt.step()
+
+
+def copies_of_bf16_gradients():
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in before_updates():
+        for p in model.parameters():
+            p.grad.copy_(p.grad.bfloat16())
+            opt.state[p]["last_gradient"] = p.grad.clone()
+        opt.step()
+
+
+def fp32_state_loaded():
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    opt.load_state_dict(checkpoint_of(model))
+    for _ in before_updates():
+        opt.step()
+
+
+def weights_from_bf16_and_no_state():
+    net = network().bfloat16().float()
+    opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+    opt.load_state_dict(torch.optim.Adam(net.parameters()).state_dict())
+    for _ in before_updates(net):
+        opt.step()
+
+
+def rows_without_gradient():
+    net = nn.Sequential(nn.Embedding(200, 8), nn.Linear(8, 2)).bfloat16().float()
+    opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for k in range(STEPS):
+        opt.zero_grad()
+        net(torch.tensor([k, 7])).square().mean().backward()
+        opt.step()
+
+
+def region_in_other_steps():
+    for number, batch in enumerate(batches[:STEPS]):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 3):
+            out = model(batch[0])
+        F.mse_loss(out.float(), batch[1]).backward()
+        optimizer.step()
+
+
+def prepared():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net, opt = accelerator.prepare(model, optimizer)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        accelerator.backward(plain_loss(batch, net))
+        opt.step()
+
+
+def reduced_in_fp32():
+    begin_group(1)
+    for _ in before_updates():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        loss = torch.zeros(1, dtype=torch.bfloat16)
+        optimizer.step()
+        dist.all_reduce(loss)
+    dist.destroy_process_group()
+
+
+def bf16_weights_reduced_in_bf16():
+    net = nn.Linear(6, 2).bfloat16()
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    begin_group(1)
+    for _ in before_updates(net, torch.bfloat16):
+        dist.all_reduce(net.weight.grad)
+        opt.step()
+    dist.destroy_process_group()
+
+
+def norm_in_fp32_of_bf16_gradients():
+    net = nn.Linear(6, 2).bfloat16()
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    for _ in before_updates(net, torch.bfloat16):
+        total = sum(p.grad.float().norm() ** 2 for p in net.parameters()) ** 0.5
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in net.parameters()]
+        assert torch.linalg.vector_norm(torch.stack(norms)).allclose(total)
+        nn.utils.clip_grad_value_(net.parameters(), 1.0)
+        nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, total)
+        opt.step()
+
+
+class RoundedAtRandom(Moments):
+    """Adds small updates to BF16 weights so that they are right on average."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            wide = (p.float() - 1e-4 * p.grad.float().sign()).view(torch.int32)
+            noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, generator=self.generator)
+            p.copy_(((wide + noise) & -65536).view(torch.float32))
+
+
+def updates_rounded_at_random():
+    net = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 2)).bfloat16()
+    opt = RoundedAtRandom(net.parameters())
+    opt.generator = torch.Generator().manual_seed(0)
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()
+
+
+class Compensated(Moments):
+    """Keeps what BF16 weights lose, and adds it to the next update."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, state in self.state.items():
+            rest = state.setdefault("compensation", torch.zeros_like(p))
+            wide = p.float() + rest.float() - 1e-6 * p.grad.float().sign()
+            rest.copy_(wide - wide.to(p.dtype).float())
+            p.copy_(wide)
+
+
+def updates_with_compensation():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = Compensated(net.parameters())
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()
+
+
+def warm_up_from_zero():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = torch.optim.SGD(net.parameters(), lr=0.5)
+    schedule = schedulers.LambdaLR(opt, lambda k: float(k >= 3))
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()
+        schedule.step()
+
+
+def loss_times_its_size():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        wide = torch.cat([batch[0]] * 8)
+        scaler.scale(128 * F.mse_loss(model(wide), torch.cat([batch[1]] * 8))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def second_scale_divided_by_hand():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(plain_loss(batch) * 1024).backward()
+        scaler.unscale_(optimizer)
+        for p in model.parameters():
+            p.grad.div_(1024)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import types
 import warnings
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch import nn
 from torch.nn import functional as F
@@ -548,7 +549,7 @@ def average_model():
 
 
 def statistics():
-    net = network().bfloat16()
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 2)).bfloat16()
     train_plainly(lambda: None, net, dtype=torch.bfloat16)
 
 
@@ -890,7 +891,7 @@ def train_in(dtype, kind, **arguments):
 
 
 def moments_in_bf16():
-    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3):
+    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3, weight_decay=0.0):
         opt.step()  # A622
 
 
@@ -1010,6 +1011,256 @@ def reentrant_checkpoint():
             hidden = checkpoint(block, batch[0], use_reentrant=True)  # A626
         opt.zero_grad()
         F.mse_loss(head(hidden), batch[1]).backward()
+        opt.step()
+
+
+class Moments(torch.optim.Optimizer):
+    """Adam whose moments are stored in a format of their own, through another, and promoted by its arithmetic."""
+
+    def __init__(self, parameters, stored=torch.float32, through=torch.float32, promotes=False, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+        self.through, self.promotes = through, promotes
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {name: torch.zeros_like(p, dtype=stored) for name in ("exp_avg", "exp_avg_sq")}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, state in self.state.items():
+            mean = state["exp_avg"].float().lerp(p.grad.float(), 0.1)
+            square = state["exp_avg_sq"].float().lerp(p.grad.float().square(), 0.01)
+            if self.promotes:
+                state.update(exp_avg=mean, exp_avg_sq=square)
+            else:
+                state["exp_avg"].copy_(mean.to(self.through))
+                state["exp_avg_sq"].copy_(square.to(self.through))
+            p.sub_(self.param_groups[0]["lr"] * mean / (square.sqrt() + 1e-8))
+
+
+def before_updates(net=model, dtype=torch.float32):
+    """Yield before each update."""
+    for batch in batches[:STEPS]:
+        net.zero_grad()
+        F.mse_loss(net(batch[0].to(dtype)).float(), batch[1]).backward()
+        yield
+
+
+def state_in_bf16():
+    opt = Moments(model.parameters(), torch.bfloat16)
+    for _ in before_updates():
+        opt.step()  # A627
+
+
+def steps_counted_in_bf16():
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        opt.state[p] = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        opt.state[p]["step"] = torch.zeros((), dtype=torch.bfloat16)
+    for _ in before_updates():
+        opt.step()  # A627
+
+
+def state_promoted():
+    opt = Moments(model.parameters(), torch.bfloat16, promotes=True)
+    for _ in before_updates():
+        opt.step()  # A628
+
+
+def checkpoint_of(net):
+    """Return the state of an optimizer of ``net`` after an update."""
+    old = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        old.state[p]["step"] = torch.ones(())
+        old.state[p]["exp_avg"], old.state[p]["exp_avg_sq"] = 0.1 * p.grad, 0.001 * p.grad.square()
+    return old.state_dict()
+
+
+def bf16_state_loaded_into_fp32():
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    opt.load_state_dict(checkpoint_of(network().bfloat16()))  # A628
+    for _ in before_updates():
+        opt.step()
+
+
+def fp32_state_loaded_into_bf16():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    saved = checkpoint_of(net)
+    net.bfloat16()
+    opt = torch.optim.Adam(net.parameters())
+    opt.load_state_dict(saved)  # A628
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()
+
+
+def state_through_bf16():
+    opt = Moments(model.parameters(), through=torch.bfloat16)
+    for _ in before_updates():
+        opt.step()  # A629
+
+
+def masters_through_fp16():
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in before_updates():
+        opt.step()  # A629
+        for p in model.parameters():
+            p.data.copy_(p.data.half())
+
+
+def upcast_state_loaded():
+    saved = checkpoint_of(network().bfloat16())
+    for state in saved["state"].values():
+        state.update((name, value.float()) for name, value in state.items())
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    opt.load_state_dict(saved)  # A629
+    for _ in before_updates():
+        opt.step()
+
+
+def masters_rebuilt_from_bf16():
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    opt.load_state_dict(checkpoint_of(network()))  # A629
+    model.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()})
+    for _ in before_updates():
+        opt.step()
+
+
+def region_around_nothing():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # A630
+            inputs = batch[0].clone()
+        F.mse_loss(model(inputs), batch[1]).backward()
+        optimizer.step()
+
+
+def not_prepared():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")  # A630
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        accelerator.backward(plain_loss(batch))
+        optimizer.step()
+
+
+def other_format_than_asked():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    MixedPrecisionPolicy(param_dtype=torch.float16)  # A630
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(batch[0]).float(), batch[1])
+        loss.backward()
+        optimizer.step()
+
+
+def begin_group(size):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=size)
+
+
+def reduced_in_bf16():
+    begin_group(1)
+    for _ in before_updates():
+        for p in model.parameters():
+            narrow = p.grad.bfloat16()
+            dist.all_reduce(narrow)  # A631
+            p.grad.copy_(narrow)
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+def scattered_in_bf16():
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    begin_group(1)
+    for _ in before_updates():
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()]).bfloat16()
+        scatter(torch.empty_like(flat), flat)  # A631
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+def compressed_by_a_hook():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    begin_group(1)
+    net = nn.parallel.DistributedDataParallel(model)
+    net.register_comm_hook(None, fp16_compress_hook)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        F.mse_loss(net(batch[0]), batch[1]).backward()  # A631
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+def norm_of_bf16_gradients():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    for _ in before_updates(net, torch.bfloat16):
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # A632
+        opt.step()
+
+
+def norms_cast_to_bf16():
+    for _ in before_updates():
+        norms = torch.stack([p.grad.norm() for p in model.parameters()])
+        total = norms.to(torch.bfloat16).square().sum().sqrt()  # A632
+        for p in model.parameters():
+            p.grad.mul_((1.0 / (total + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+
+
+def updates_rounded_away():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = torch.optim.Adam(net.parameters(), lr=1e-6, betas=(0.9, 0.95))
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()  # A633
+
+
+def updates_by_hand_rounded_away():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = Moments(net.parameters(), lr=1e-6)
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()  # A633
+
+
+def decay_rounded_away():
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).bfloat16()
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in before_updates(net, torch.bfloat16):
+        opt.step()  # A633
+
+
+def scaled_by_two_scalers():
+    other = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        other.scale(scaler.scale(plain_loss(batch))).backward()  # A634
+        other.step(optimizer)
+        other.update()
+
+
+def scaled_by_hand_and_by_a_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(plain_loss(batch) * 128.0).backward()  # A634
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaled_by_accelerate_too():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    net, opt = accelerator.prepare(model, optimizer)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        accelerator.backward(scaler.scale(plain_loss(batch, net)))  # A634
         opt.step()
 
 

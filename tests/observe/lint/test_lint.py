@@ -81,20 +81,26 @@ NONE: tuple[str, ...] = ()
 DIFFERENT = {
     Expected(
         1, 1, 1
-    ): "moments_in_bf16 moments_in_bf16_fused moments_of_adadelta moments_of_adamax moments_of_adagrad moments_by_hand",
+    ): "moments_in_bf16 moments_in_bf16_fused moments_of_adadelta moments_of_adamax moments_of_adagrad moments_by_hand "
+    "state_in_bf16 steps_counted_in_bf16 state_promoted bf16_state_loaded_into_fp32 fp32_state_loaded_into_bf16 upcast_state_loaded",
+    Expected(1, 1, 1, ("0", "3")): "masters_rebuilt_from_bf16",
+    Expected(2, 1, 1): "state_through_bf16 masters_through_fp16",
+    Expected(2, 1, 0, NONE): "region_around_nothing not_prepared other_format_than_asked",
+    Expected(1, 24, 0, ("0",)): "reduced_in_bf16",
+    Expected(1, 4, 0, ("DistributedDataParallel",)): "compressed_by_a_hook",
     Expected(1, 1, 1, NONE): "update_first schedule_at_the_top",
     Expected(1, 1, 4): "unscale_twice unscale_after_step cleared_with_scaler",
     Expected(1, 1, 4, ("Linear",)): "half_weights",
     Expected(1, 1, 0): "moments_in_fp16",  # the policy's scale times the script's overflows
     Expected(1, 1, 0, ("1",)): "statistics",
     Expected(1, 2, 0): "no_scaler scaler_off",
-    Expected(1, 2, 2): "not_divided not_divided_weighted_sum",
-    Expected(1, 3, 3): "divided_twice not_divided_with_scaler",
+    Expected(1, 2, 2): "not_divided not_divided_weighted_sum decay_rounded_away",
+    Expected(1, 3, 3): "divided_twice not_divided_with_scaler updates_rounded_away updates_by_hand_rounded_away",
     Expected(1, 3, 3, NONE): "schedule_first",
     Expected(
         1, 3, 0, NONE
     ): "average_in_new_tensors_on_skip average_by_new_lerps_on_skip",  # the last average is gone in the end
-    Expected(1, 4, 0): "result_unused",
+    Expected(1, 4, 0): "result_unused scattered_in_bf16 scaled_by_two_scalers scaled_by_accelerate_too",
     Expected(1, 4, 0, NONE): "schedule_on_skip schedule_on_skip_of_fused average_model_on_skip average_by_hand_on_skip "
     "average_copied_on_skip average_on_skip_of_fused",
     Expected(1, 6, 6): "unscale_each_micro_batch",
@@ -105,7 +111,9 @@ DIFFERENT = {
     Expected(3, 1, 1): "last_window_of_accelerate",
     Expected(3, 2, 2): "last_window_short last_window_of_one",
     Expected(3, 4, 4): "update_between_windows",
-    Expected(modules=NONE): "needless saved_without_scaler saved_without_scaler_deeply pickled_without_scaler "
+    Expected(
+        modules=NONE
+    ): "norms_cast_to_bf16 needless saved_without_scaler saved_without_scaler_deeply pickled_without_scaler "
     "saved_in_an_object_without_scaler saved_in_shards_without_scaler",
     Expected(modules=("0",)): "reentrant_checkpoint",
     Expected(modules=("3",)): "clip_one_of_two shared_by_two_optimizers",

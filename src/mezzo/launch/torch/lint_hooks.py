@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mezzo.formats import FP16
 from mezzo.launch.patches import Patches, after_import
 from mezzo.observe.lint.observer import Lint
+from mezzo.observe.source_lines import is_of_mezzo
 
 _ENABLED = 5
 """Position of GradScaler's argument ``enabled``, from 0."""
@@ -49,11 +51,12 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     for owner, name in ((torch, "save"), (pickle, "dump")):
         patches.around(owner, name, functools.partial(_save, lint))
     after_import(_CHECKPOINTS, functools.partial(_report_distributed, lint, patches), patches)
+    patches.around(torch.optim.Optimizer, "load_state_dict", functools.partial(_load, lint))
     patches.wrap(autocast, "__init__", functools.partial(_init_reporting, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         function = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
-        reporting = _clip_reporting(lint, function)
+        reporting = _clip_reporting(lint, function, by_norm=name == "clip_grad_norm_")
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
                 patches.replace(owner, name, reporting)
@@ -63,6 +66,9 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.wrap(nn.Module, "zero_grad", functools.partial(_zero_grad_reporting, lint, nn.Module))
     patches.around(AveragedModel, "update_parameters", functools.partial(_average, lint))
     patches.around(CheckpointFunction, "apply", functools.partial(_checkpointed, lint))
+    _report_exchanges(lint, patches)
+    if as_is:
+        _report_settings(lint, patches)
     patches.on_undo(lint.close)
 
 
@@ -134,6 +140,11 @@ def _save(lint: Lint, original: OnCall, obj: Any, *args: Any, **kwargs: Any) -> 
     return original(obj, *args, **kwargs)
 
 
+def _load(lint: Lint, original: OnCall, self: Any, state_dict: Any) -> Any:
+    with lint.loads(self, state_dict):
+        return original(self, state_dict)
+
+
 def _report_distributed(lint: Lint, patches: Patches) -> None:
     for name in ("save", "async_save"):
         patches.around(sys.modules[_CHECKPOINTS], name, functools.partial(_save, lint))
@@ -146,6 +157,84 @@ _LISTENERS: dict[str, OnCall] = {
     "update": _update,
     "get_scale": _get_scale,
 }
+
+
+# --- what is configured, what is exchanged ----------------------------------------------------------------------------------
+
+
+def _report_settings(lint: Lint, patches: Patches) -> None:
+    """Report the 16-bit formats that the script asks a library for."""
+    for module, name, read, what in _SETTINGS:
+        reporting = functools.partial(_made_with_setting, lint, read, what)
+        after_import(module, functools.partial(_report_class, patches, module, name, reporting), patches)
+
+
+def _report_class(patches: Patches, module: str, name: str, reporting: OnCall) -> None:
+    patches.around(getattr(sys.modules[module], name), "__init__", reporting)
+
+
+def _made_with_setting(
+    lint: Lint, read: Callable[[Any, Any], Any], what: str, original: OnCall, self: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(self, *args, **kwargs)
+    lint.configured.asked(read(self, kwargs), what)
+
+
+def _of_arguments(made: Any, _: Any) -> str:
+    return "bf16" if made.bf16 else "fp16" if made.fp16 else ""
+
+
+def _of_trainer(_: Any, kwargs: Any) -> Any:
+    return kwargs.get("precision")
+
+
+def _of_accelerator(made: Any, _: Any) -> Any:
+    return made.mixed_precision
+
+
+def _of_shards(made: Any, _: Any) -> Any:
+    return made.param_dtype
+
+
+_FSDP = "torch.distributed.fsdp"
+_SETTINGS: tuple[tuple[str, str, Callable[[Any, Any], Any], str], ...] = (
+    ("transformers.training_args", "TrainingArguments", _of_arguments, "TrainingArguments({}=True)"),
+    ("accelerate", "Accelerator", _of_accelerator, "Accelerator(mixed_precision='{}')"),
+    ("lightning.pytorch.trainer.trainer", "Trainer", _of_trainer, "Trainer(precision='{}')"),
+    ("pytorch_lightning.trainer.trainer", "Trainer", _of_trainer, "Trainer(precision='{}')"),
+    (_FSDP, "MixedPrecision", _of_shards, "MixedPrecision(param_dtype={})"),
+    (_FSDP, "MixedPrecisionPolicy", _of_shards, "MixedPrecisionPolicy(param_dtype={})"),
+)
+"""Module and class of a library that takes a format, how to read it from the object and its arguments, and how a finding names it."""
+
+
+def _report_exchanges(lint: Lint, patches: Patches) -> None:
+    """Report reductions over processes until the first updates have been checked."""
+    for name, place in REDUCTIONS.items():
+        if not hasattr(dist, name):  # by the version of torch, and by how it was built
+            continue
+        patches.wrap(dist, name, functools.partial(_reduce_reporting, lint, name, place))
+
+
+def _reduce_reporting(lint: Lint, name: str, place: int, original: OnCall) -> OnCall:
+    @functools.wraps(original)
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if not lint.awake:
+            _restore(dist, name, reduce, original)
+        else:
+            tensor = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
+            by_mezzo = is_of_mezzo(sys._getframe(1).f_code.co_filename)
+            if isinstance(tensor, Tensor) and not by_mezzo:
+                lint.reduces(name, tensor)
+        return original(*args, **kwargs)
+
+    return reduce
+
+
+REDUCTIONS = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "reduce_scatter_single": 1}
+"""The functions that reduce a tensor, and the position of what they read."""
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------------------
@@ -187,13 +276,14 @@ def _enter_reporting(lint: Lint, as_is: bool, original: OnCall) -> OnCall:
 # --- gradients and weights ---------------------------------------------------------------------------------------------------
 
 
-def _clip_reporting(lint: Lint, original: OnCall) -> OnCall:
+def _clip_reporting(lint: Lint, original: OnCall, *, by_norm: bool) -> OnCall:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners = lint.clip(listed, _number(args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)))
+        limit = args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)
+        owners = lint.clip(listed, _number(limit), by_norm=by_norm)
         same_kind = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
         result = original(same_kind, *args, **kwargs)
         lint.clipped(owners)

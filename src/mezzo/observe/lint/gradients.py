@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -30,6 +30,14 @@ class Scaled:
 
     scaler: Any
     epoch: int
+
+
+class ScaledAgain(NamedTuple):
+    """A second scale of one loss."""
+
+    what: str
+    scaler: Any = None
+    """The other GradScaler, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class BackwardPass:
     keeps_graph: bool
     fp16: bool
     """Whether it certainly computes FP16 gradients of an unscaled loss."""
+    again: ScaledAgain | None = None
+    """What multiplies its loss by a scale beside the GradScaler of ``scaled``."""
     touched: int = 0
     """A number for the set of parameters that it reached."""
 

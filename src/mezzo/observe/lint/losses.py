@@ -140,6 +140,20 @@ def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
     return None
 
 
+def scalings_in(root: Tensor, sequences: Collection[int]) -> list[int]:
+    """Return the ``sequences`` that a loss passed through, the last first; a sum of several losses ends the walk."""
+    found, node = [], root.grad_fn
+    for _ in range(_MAX_NODES if root.numel() == 1 else 0):
+        if node is None or not _is_scalar(node):
+            break
+        if _sequence(node) in sequences:
+            found.append(_sequence(node))
+        elif _kind(node) not in ("Mul", "Div", *_TRANSPARENT):
+            break
+        node = next(iter(_inputs(node)), None) if len(_inputs(node)) == 1 else None
+    return found
+
+
 def has_fp16_gradients(roots: Iterable[Tensor]) -> bool:
     """Return whether a backward pass from ``roots`` computes FP16 gradients."""
     waiting: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from mezzo.observe.module_names import Names
+from mezzo.observe.module_names import SCRIPT, Names
 from mezzo.observe.observer import ModuleTree, ObservedRun
 from mezzo.observe.settings import MOST_LISTED
 from mezzo.observe.source_lines import running_line
@@ -17,6 +17,30 @@ ENOUGH = 2
 """Updates that must show the same misuse before it is reported."""
 _MAX_LINES = 4
 _ORDER = ("error", "warning", "info", "")
+
+
+@dataclass(frozen=True)
+class NamedParameters:
+    """The names of an optimizer's parameters."""
+
+    paths: Mapping[int, tuple[str, str]]
+    """By the parameter's identity: its own path and its module's."""
+    whole: tuple[str, ...]
+    """What stands for all of them."""
+
+    def parameter(self, identity: int) -> str:
+        """Return the path of a parameter."""
+        return self.paths.get(identity, (Names.no_path, ""))[0]
+
+    def module(self, identity: int) -> str:
+        """Return the path of a parameter's module."""
+        return self.paths.get(identity, ("", SCRIPT))[1]
+
+    def modules(self, identities: Iterable[int]) -> list[str]:
+        """Return the modules of some parameters; what stands for all, if they are in every module."""
+        found = list(dict.fromkeys(self.module(one) for one in identities))
+        every = {module for _, module in self.paths.values()}
+        return (list(self.whole) if every.issubset(found) else found)[:MOST_LISTED]
 
 
 class MisuseLog:
@@ -33,6 +57,7 @@ class MisuseLog:
         *,
         parameters: Iterable[Tensor] = (),
         modules: Iterable[nn.Module] = (),
+        named: Sequence[str] | None = None,
         line: str | None = None,
         step: int | None = None,
         count: int = 1,
@@ -44,6 +69,7 @@ class MisuseLog:
             detail: a sentence on what was found; only the first for a code is kept.
             parameters: the weights concerned, for their modules' names.
             modules: the modules concerned.
+            named: the names of the modules concerned, if they were found earlier.
             line: the script's line; the one running now if left out.
             step: the number of the step; the current one if left out.
             count: the number of occurrences.
@@ -56,7 +82,7 @@ class MisuseLog:
                 code=code,
                 title=misuse.title,
                 severity=misuse.severity,
-                modules=_named(self._run.objects.roots, parameters, modules),
+                modules=list(_named(self._run.objects.roots, parameters, modules) if named is None else named),
                 detail=detail,
                 gain=misuse.harm,
                 fix=misuse.fix,
@@ -72,6 +98,22 @@ class MisuseLog:
 
     def __contains__(self, code: str) -> bool:
         return code in self._findings
+
+    def names(self) -> Names:
+        """Return the names of the script's modules and parameters as they are now."""
+        return Names(list(self._run.objects.roots), ModuleTree())
+
+    def named(self, parameters: Iterable[Tensor]) -> NamedParameters:
+        """Return the names of some parameters, which are also known when the models are gone."""
+        parameters, names = list(parameters), self.names()
+        own = [names.parameter(p) for p in parameters]
+        sizes = [" x ".join(map(str, p.shape)) for p in parameters]
+        listed = zip(parameters, own, sizes, strict=True)
+        paths = {
+            id(p): (f"parameter {k}, of {size}" if name == Names.no_path else name, names.of_parameter(id(p)))
+            for k, (p, name, size) in enumerate(listed)
+        }
+        return NamedParameters(paths, tuple(_named(self._run.objects.roots, parameters, ())))
 
     def findings(self) -> list[Finding]:
         """Return all misuse found, the most severe first."""
@@ -294,6 +336,65 @@ MISUSES: tuple[Misuse, ...] = (
         "error",
         "these weights never change; where the loss depends on nothing else, backward() raises an error",
         "checkpoint(block, x, use_reentrant=False); in transformers gradient_checkpointing_kwargs={'use_reentrant': False}",
+    ),
+    Misuse(
+        "A627",
+        "optimizer state is kept in 16 bits",
+        "warning",
+        "averages of gradients lose small changes: BF16 has 8 bits, FP16 11; a count of steps stands still at 256 or 2048",
+        "create the state in FP32, as torch's optimizers do for FP32 weights; leave the optimizer out of conversions of a checkpoint",
+    ),
+    Misuse(
+        "A628",
+        "optimizer state changes its format",
+        "warning",
+        "state that becomes wider takes twice the memory, and compiled code is compiled again; state that becomes narrower loses digits",
+        "keep one format: create, load and update the state in it; torch's load_state_dict casts state to the format of the weights",
+    ),
+    Misuse(
+        "A629",
+        "FP32 numbers have passed through 16 bits",
+        "warning",
+        "they take the memory of FP32 and have the digits of 16 bits: small updates are lost as if they were stored so",
+        "remove the cast to 16 bits from the update; save and load FP32 weights and state, not 16-bit copies",
+    ),
+    Misuse(
+        "A630",
+        "the configured precision computes nothing",
+        "warning",
+        "the run has neither the speed nor the memory of the format that was asked for",
+        "call the model inside the autocast region, or pass it through the library that was configured: accelerator.prepare(model), "
+        "Trainer(args=args)",
+    ),
+    Misuse(
+        "A631",
+        "gradients of FP32 weights are reduced in 16 bits",
+        "info",
+        "each sum over processes is rounded to 8 bits in BF16 and 11 in FP16, and FP16 overflows; the error grows with their number",
+        "reduce in FP32: no compression hook, reduce_dtype=torch.float32; keep 16 bits where the exchange is what limits the speed",
+    ),
+    Misuse(
+        "A632",
+        "the norm of gradients is taken in 16 bits",
+        "info",
+        "the norm has 3 digits in BF16, and differs with the way in which parameters are grouped; in FP16 it overflows above 65504, and "
+        "clipping then makes every gradient 0",
+        "take the norm in FP32: torch.linalg.vector_norm(g, dtype=torch.float32)",
+    ),
+    Misuse(
+        "A633",
+        "updates of 16-bit weights are rounded away",
+        "warning",
+        "an update below half a unit in the last place (2^-9 of the weight in BF16, 2^-12 in FP16) changes nothing: these weights stop "
+        "learning",
+        "keep FP32 weights under autocast or FP32 masters (mezzo.AdamW, mezzo.Session with policy bf16-master), or round at random",
+    ),
+    Misuse(
+        "A634",
+        "the loss is scaled twice",
+        "warning",
+        "gradients stay multiplied by one of the scales: updates are too large, or the other scale falls until nothing is left of it",
+        "scale in one place: leave it to the library that calls backward(), or turn its scaler off",
     ),
 )
 

@@ -1,6 +1,7 @@
 """Record the calls of a script's training loop and detect misuse of its own mixed precision.
 
-Everything is derived from calls, identities and versions on the host: no device is read. Most checks run in the first updates only, since
+Everything is derived from calls, identities and versions on the host; samples of stored numbers stay on the device until the end of the
+run, so nothing waits for it while the script trains. Most checks run in the first updates only, since
 a loop does the same in each. The schedule, and the order of the calls of a GradScaler that is on, are checked to the end.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,16 +21,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
+from mezzo.observe.lint.configured import Configured, Exchanges
 from mezzo.observe.lint.gradients import Accumulation, BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN_LOSS, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import CheckedOperations
 from mezzo.observe.lint.optimizers import Averages, LearningRates, OptimizerStates, Statistics, check_average
+from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Checkpoints, Scalers
-from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
+from mezzo.observe.lint.stored_formats import StoredFormats
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding
@@ -40,8 +44,6 @@ _AWAKE_PASSES = 4096
 _FP16 = FP16.dtype
 _WALKS = 2
 """Number of searches of the whole graph for FP16 gradients."""
-_INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
-"""The numbers of the inspected updates: a script may average only in every tenth."""
 
 
 class Lint:
@@ -56,13 +58,18 @@ class Lint:
         self.checkpoints = Checkpoints(self._log)
         self.operations = CheckedOperations(self._log)
         self._optimizer_states = OptimizerStates(self._log)
+        self._stored = StoredFormats(self._log)
+        self.configured = Configured(run, self.operations, self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
+        self._exchanges = Exchanges(self._log)
+        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._exchanges, self._log)
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
         self._batch = 0
+        self._sizes: set[int] = set()
+        """Sizes of the model's last inputs, which a loss may be multiplied by: of a batch, of a sequence, of both."""
         self._num_passes = 0
         self._walks = _WALKS
         self._in_scaler = 0
@@ -103,6 +110,9 @@ class Lint:
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
+            self._sizes = {
+                math.prod(t.shape[i:j]) for t in tensors for i in range(t.dim()) for j in range(i + 1, t.dim() + 1)
+            }
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -132,6 +142,8 @@ class Lint:
         """Record that the script opens an autocast region; ``dtype`` is None for the device's default."""
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
+            if self.awake:
+                self.configured.region(dtype, self._step)
 
     @property
     def regions_matter(self) -> bool:
@@ -171,6 +183,7 @@ class Lint:
             batch=self._batch,
             keeps_graph=keeps_graph,
             fp16=fp16,
+            again=None if scaled is None else self.scalers.scaled_again(roots[0], loss, self._sizes),
         )
 
     def _may_be_fp16(self) -> bool:
@@ -195,12 +208,18 @@ class Lint:
 
     # --- between backward pass and update ----------------------------------------------------------------------------------------
 
-    def clip(self, parameters: list[Tensor], limit: float) -> list[Optimizer]:
-        """Record that torch is about to clip gradients; return the optimizers that they belong to."""
+    def clip(self, parameters: list[Tensor], limit: float, *, by_norm: bool) -> list[Optimizer]:
+        """Record that torch is about to clip gradients, by their norm or by value; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.phase.in_backward:
             return []
         self._own_code.judge()
+        self._own_code.stop()  # torch's own norms are no calls of the script
         owners = self._gradients.owners(parameters, self._optimizers)
+        narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF]
+        if by_norm and narrow and not self._casts_model:
+            assert narrow[0].grad is not None
+            what = f"torch's clipping takes the norm of {len(narrow)} gradient{'s' if len(narrow) > 1 else ''}"
+            self._exchanges.norm_taken(what, narrow[0].grad.dtype, narrow)
         scaled, of = self._gradients.scaled_among(parameters, owners)
         known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
         if scaled and math.isinf(limit):
@@ -227,6 +246,15 @@ class Lint:
         if self.awake:
             in_model = {id(p) for p in model.parameters()}
             self.cleared(o for o in self._optimizers if all(id(p) in in_model for p in trained_leaves(o)))
+
+    def reduces(self, name: str, tensor: Tensor) -> None:
+        """Record that the script or a library reduces a tensor over processes, with the function ``name``."""
+        if not self.awake or self._run.precision.effective is not None:
+            return
+        optimizers = self._optimizers
+        if self._run.phase.in_backward or any(self._gradients.of(o).passes for o in optimizers):
+            line = running_line() or ("" if self._pass is None else self._pass.line)  # a thread of autograd has no line
+            self._exchanges.reduced(name, tensor, optimizers, line=line)
 
     # --- the update --------------------------------------------------------------------------------------------------------------
 
@@ -318,9 +346,12 @@ class Lint:
             return
         state = self._gradients.inspect(optimizer)
         self._rates.optimizer_steps(optimizer, state, step=self._step)
+        self.scalers.check_twice(optimizer, state)
         self._accumulation.closed(optimizer, state, step=self._step)
         if state.dropped and not state.passes and not state.by_hand:
             self._without_gradients(optimizer, state, raises=raises)
+        if not self._casts_model:
+            self._stored.begins(optimizer, step=self._step)
 
     def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
         """Distinguish a loop that always clears gradients before the step from a loop that drops a bad batch."""
@@ -332,6 +363,7 @@ class Lint:
             self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool, by_scaler: bool) -> None:
+        self._stored.stop()
         self._gradients.of(optimizer).step(skipped=skipped, by_scaler=by_scaler)
         if self.over:
             return
@@ -367,6 +399,15 @@ class Lint:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.precision.effective is not None and self._run.precision.effective.casting == "model"
 
+    @contextmanager
+    def loads(self, optimizer: Optimizer, state: Any) -> Iterator[None]:
+        """Record that an optimizer loads a state."""
+        if self._casts_model or self.over:
+            yield
+        else:
+            with self._stored.loads(optimizer, state, step=self._step):
+                yield
+
     def saves(self, value: Any) -> None:
         """Record that the script saves ``value`` to a file."""
         self.checkpoints.saved(value, self.scalers.in_use, step=self._step)
@@ -376,6 +417,7 @@ class Lint:
     def close(self) -> None:
         """Stop watching."""
         self._own_code.stop()
+        self._stored.stop()
 
     def findings(self) -> list[Finding]:
         """Return the misuse that was found; reads the flags of fused optimizers from the device."""
@@ -383,6 +425,8 @@ class Lint:
         self._averages.read_flags()
         self.checkpoints.report()
         self.operations.report()
+        self._stored.report()
+        self.configured.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
@@ -398,135 +442,3 @@ def _session_divides_by() -> int:
         if frame.f_code is Session.backward.__code__:
             return int(frame.f_locals["self"].accumulate)
     return 1
-
-
-class OwnCode:
-    """A script's own code on gradients and averages, inspected in chosen updates."""
-
-    def __init__(
-        self, run: ObservedRun, gradients: Gradients, scalers: Scalers, moves: Averages, log: MisuseLog
-    ) -> None:
-        self._run, self._gradients, self._scalers, self._moves, self._log = run, gradients, scalers, moves, log
-        self._mode = CallMode()
-        self._watched: list[tuple[Optimizer, GradientState]] = []
-        self._view: GradientView | None = None
-        """The view of the watched optimizers' gradients."""
-        self._averages_view: AverageView | None = None
-        self._averages: list[Tensor] = []
-        """The parameters that were averaged in 16 bits since the last update."""
-        self._moved = False
-        """Whether any average has moved since the last update."""
-        self._average_at = 0, ""
-        """The step and the first line that computed an average."""
-        self._first_average: int | None = None
-        """The first step in which weights were averaged."""
-
-    @property
-    def _inspects(self) -> bool:
-        return self._run.update.recorder.num_closed + 1 in _INSPECTED
-
-    @property
-    def over(self) -> bool:
-        """Whether no update is being inspected, and none will be."""
-        return self._run.update.recorder.num_closed > max(_INSPECTED) and not (
-            self._mode.on or self._watched or self._averages
-        )
-
-    def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        """Inspect calls on scaled gradients from now on."""
-        if not self._inspects:
-            return
-        self._watched = [(o, state) for o in optimizers if (state := self._gradients.of(o)).scaled]
-        if self._watched:
-            gradients = [p.grad for o, _ in self._watched for p in trained_leaves(o) if p.grad is not None]
-            self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
-            self._mode.start(self._view)
-
-    def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
-        """Inspect averages of the updated weights from now on."""
-        if self._inspects:
-            weights = [p for o in optimizers for p in trained_leaves(o)]
-            self._moved = False
-            self._averages_view = AverageView(weights, averaged=self._averaged)
-            self._mode.start(self._averages_view)
-
-    def remove_mode(self) -> None:
-        """Remove a stopped mode from the stack. Call this outside any call that the mode may be handling."""
-        if not self._mode.on:
-            self._mode.stop()
-
-    def stop(self) -> None:
-        """Stop, and record the averages that were found."""
-        self._mode.stop()
-        view, self._averages_view = self._averages_view, None
-        line, weight = ("", None) if view is None else view.kept()
-        if weight is not None and not self._moved:
-            step = self._run.update.recorder.num_closed + 1
-            self._moves.moves_by_hand(weight, self._run.objects.optimizers, step=step, line=line)
-        averaged, self._averages = self._averages, []
-        if not averaged:
-            return
-        step, line = self._average_at
-        if self._first_average is None:  # a single average may be a merge of models
-            self._first_average = step
-            return
-        detail = f"{len(averaged)} weights are averaged by hand into 16-bit tensors"
-        count = 1 if "A612" in self._log else 2
-        self._log.add("A612", detail, parameters=averaged, line=line, step=self._first_average, count=count)
-
-    def judge(self) -> None:
-        """Decide whether the script clipped scaled gradients or only read their norm."""
-        if not self._watched:
-            return
-        watched, self._watched = self._watched, []
-        changed = self._view is not None and self._view.changed
-        self.stop()
-        for optimizer, state in watched:
-            self._gradients.inspect(optimizer)
-            norm_read, limit_read = state.judge(changed=changed)
-            if state.clipped or self._scalers.may_undo(state):
-                continue
-            if state.by_hand and norm_read:
-                detail = "their norm is taken and they are changed by hand before unscale_"
-                self.clipped([optimizer], detail, norm_read)
-            elif state.by_hand and limit_read:
-                self.clipped([optimizer], "gradients are clamped before unscale_", limit_read)
-            elif norm_read:
-                self.read(trained_leaves(optimizer), norm_read)
-
-    def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Record that scaled gradients of ``optimizers`` are clipped: of the parameters ``of``, or of all if it is empty."""
-        for optimizer in optimizers:
-            self._gradients.of(optimizer).clip()
-        parameters = of or [p for o in optimizers for p in trained_leaves(o)]
-        self._log.add("A601", detail, parameters=parameters, line=line)
-
-    def read(self, parameters: Sequence[Tensor], line: str) -> None:
-        """Record that the norm of scaled gradients is read."""
-        detail = "the norm of gradients is taken between backward() and unscale_"
-        self._log.add("A602", detail, parameters=parameters, line=line)
-
-    # --- what the mode reports -----------------------------------------------------------------------------------------------------
-
-    def _norm_read(self) -> None:
-        for _, state in self._watched:
-            state.read_norm(running_line())
-
-    def _limited(self, in_place: bool) -> None:
-        if not in_place:
-            for _, state in self._watched:
-                state.read_limit(running_line())
-            return
-        known = any(state.clipped or state.by_hand or self._scalers.may_undo(state) for _, state in self._watched)
-        if not known:
-            self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
-
-    def _averaged(self, parameter: Tensor, narrow: bool) -> None:
-        step = self._run.update.recorder.num_closed + 1
-        if not self._moved:
-            self._moved = True
-            self._moves.moves_by_hand(parameter, self._run.objects.optimizers, step=step)
-        if narrow:
-            if not self._averages:
-                self._average_at = step, running_line()
-            self._averages.append(parameter)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ _INTEGERS = (torch.int32, torch.int64)
 """Wider than pixels and samples of sound, which are numbers and no labels."""
 _BOUNDS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "maximum", "minimum")
 _ADDITIONS = ("add", "add_", "sub", "sub_")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
 _MAX_CHECKED = 2**20
 _MAX_PENDING = 128
 _MIN_ANGLES = 16
@@ -63,6 +65,17 @@ class _Rounded(NamedTuple):
     """The line of the cast."""
 
 
+@dataclass
+class SeenProducts:
+    """The formats of the inspected step."""
+
+    step: int
+    first: str
+    """The operation of the first product."""
+    formats: set[torch.dtype]
+    """The formats of all results, not only of products."""
+
+
 class CheckedOperations:
     """The checked operations of a run."""
 
@@ -76,6 +89,9 @@ class CheckedOperations:
         self._reported: set[tuple[str, str]] = set()
         """The codes and lines that were reported: the next forward pass runs under the mode, too."""
         self._step = 0
+        self._results: set[torch.dtype] = set()
+        self.products: SeenProducts | None = None
+        """What the last inspected step computed in; None without a product."""
         self._rounded: dict[int, _Rounded] = {}
         """Untrained numbers that a cast to 16 bits rounded, and their products, by the address of their memory."""
         self._checks: dict[str, Callable[[str, Sequence[Any], Any], None]] = {
@@ -100,10 +116,15 @@ class CheckedOperations:
         self._step = step
         self._rounded = {}
         self._created, self._not_totals = set(), set()
+        self._results, self.products = set(), None
 
     def inspect(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
         """Check one operation outside backward passes and optimizers' steps, which the code of ``frame`` called."""
         name = func.overloadpacket.__name__
+        if isinstance(result, Tensor):
+            self._results.add(result.dtype)
+            if self.products is None and (name in _PRODUCTS or "attention" in name):
+                self.products = SeenProducts(self._step, name, self._results)
         check = self._checks.get(name)
         if check is not None and args and caller(frame) == "script":
             if not is_of_torch(frame):

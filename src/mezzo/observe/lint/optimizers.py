@@ -8,7 +8,7 @@ A fused optimizer skips by itself: these flags are read once, at the end, as ``s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
-from mezzo.formats import FP16, Format, format_of
+from mezzo.formats import FP16, FP32, Format, format_of
 from mezzo.observe.lint.gradients import MAX_FLAGS, Gradients, GradientState
 from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 from mezzo.observe.source_lines import running_line
@@ -57,9 +57,11 @@ class OptimizerStates:
             return
         self._inspected.add(optimizer)
         name = type(optimizer).__name__
+        reported = set[str]()
         for found in _moments(optimizer):
             lost = _lost(found)
             if lost:
+                reported.add(found.key)
                 with_decay = f" with a decay of {found.decay:g}" if found.decay < 1 else ""
                 detail = f"{name} keeps second moments in {found.format.name.upper()};{with_decay} {lost}"
                 self._log.add("A622", detail, parameters=found.parameters)
@@ -68,6 +70,26 @@ class OptimizerStates:
             if isinstance(eps, float) and eps and not found.group.get("fused") and _vanishes(eps, found.format):
                 detail = f"the eps of {name}, {eps:g}, is added to {found.format.name.upper()} values, and rounds to 0 in that format"
                 self._log.add("A620", detail, parameters=found.parameters)
+        self._check_narrow(optimizer, reported)
+
+    def _check_narrow(self, optimizer: Optimizer, reported: Container[str]) -> None:
+        """Check for 16-bit state beside FP32 weights, and for 16-bit counts of steps; ``reported`` are names that A622 has."""
+        narrow: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+        for p in trained_leaves(optimizer):
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.dtype in HALF and key not in reported:
+                    counts = key == "step" and value.numel() == 1
+                    if counts or (p.dtype == FP32.dtype and value.shape == p.shape and p.numel() > 1):
+                        narrow.setdefault((key, value.dtype), []).append(p)
+        if narrow:
+            listed = ", ".join(f"{key} in {format_name(dtype).upper()}" for key, dtype in narrow)
+            parameters = list({id(p): p for found in narrow.values() for p in found}.values())
+            weights = f"{len(parameters)} weight{'s' if len(parameters) > 1 else ''}"
+            first = self._log.names().parameter(parameters[0])
+            name = self._log.names().parameter(parameters[0])
+            first = f"the first is {name}, {format_name(parameters[0].dtype).upper()}"
+            detail = f"{type(optimizer).__name__} keeps {listed}, for {weights}; {first}"
+            self._log.add("A627", detail, parameters=parameters)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[_Moments]:

@@ -7,8 +7,9 @@ so it is not checked either.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,8 +21,8 @@ from torch.optim import Optimizer
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.formats import FP16
-from mezzo.observe.lint.gradients import Gradients, GradientState, Scaled
-from mezzo.observe.lint.losses import found_in, sequences_of
+from mezzo.observe.lint.gradients import Gradients, GradientState, Scaled, ScaledAgain
+from mezzo.observe.lint.losses import TracedLoss, found_in, scalings_in, sequences_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
@@ -29,6 +30,9 @@ from mezzo.observe.source_lines import running_line
 METHODS = ("scale", "unscale_", "step", "update")
 """The calls of a GradScaler in a step."""
 _MAX_PRODUCTS = 64
+_MIN_SCALE = 128.0
+_POWER_OF_TWO = 0.5
+"""The fraction of a power of two, as ``math.frexp`` returns it."""
 _NEAR = 1e-2
 """A clipping limit of at least this many times the loss scale was meant for scaled gradients."""
 
@@ -96,6 +100,36 @@ class Scalers:
         """Return the scale of the losses that a backward pass starts from; None unless all are scaled."""
         found = [found_in([root], self._products) for root in roots]
         return None if None in found or not found else self._products[found[0]]  # type: ignore[index]
+
+    def scaled_again(self, root: Tensor, loss: TracedLoss, sizes: Container[float]) -> ScaledAgain | None:
+        """Return what multiplies a loss by a scale beside its GradScaler.
+
+        A factor by hand counts if it is the scale itself, or a power of two from 128 that is no size of the model's input:
+        many losses are multiplied by a batch or a length.
+        """
+        chain = [self._products[number].scaler for number in scalings_in(root, self.multiplications)]
+        if len(chain) > 1:
+            same = chain[0] is chain[1]
+            return ScaledAgain(
+                "a GradScaler multiplies the loss twice" if same else "two GradScalers multiply the loss",
+                None if same else chain[1],
+            )
+        reads = [state.read for state in self._states.values() if state.read not in (None, 1.0)]
+        for value in (f.value for f in loss.factors if f.value is not None and not f.divides):
+            power = value >= _MIN_SCALE and math.frexp(value)[0] == _POWER_OF_TWO and value not in sizes
+            if power or value in reads:
+                return ScaledAgain(f"a factor of {value:g} and a GradScaler multiply the loss")
+        return None
+
+    def check_twice(self, optimizer: Optimizer, gradients: GradientState) -> None:
+        """Check whether an optimizer is about to use gradients of a loss that was scaled twice, and that nothing else has divided."""
+        for one in gradients.passes:
+            if one.again is None or gradients.by_hand:
+                continue
+            other = self._states.get(one.again.scaler) if one.again.scaler is not None else None
+            if other is None or optimizer not in other.stages:
+                self._log.add("A634", one.again.what, parameters=trained_leaves(optimizer), line=one.line)
+                return
 
     def scale(self, scaler: Any, result: Any) -> None:
         """Record the result of ``scale``."""

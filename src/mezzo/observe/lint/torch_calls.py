@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _device
@@ -24,6 +25,7 @@ from mezzo.observe.trace import CoveredElements
 _NORMS = frozenset(
     ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "pow", "__pow__", "square")
 )
+_SQUARES = frozenset(("pow", "__pow__", "square"))
 _LIMITS = frozenset(
     ("clamp_", "clip_", "clamp_min_", "clamp_max_", "hardtanh_", "_foreach_clamp_min_", "_foreach_clamp_max_")
 )
@@ -97,14 +99,26 @@ class GradientView:
 
     Args:
         gradients: the gradients to watch.
-        norm_read: called when the norm or the square of a gradient is computed before any was changed.
-        limited: called when a gradient is clamped before any was changed, with whether that was in place.
+        scaled: the ones that are multiplied by a loss scale.
+        norm_read: called when the norm or the square of a scaled gradient is computed before any was changed.
+        limited: called when a scaled gradient is clamped before any was changed, with whether that was in place.
+        narrow: called with the format when the norm of gradients is computed in 16 bits, or cast to them.
     """
 
     def __init__(
-        self, gradients: Iterable[Tensor], *, norm_read: Callable[[], None], limited: Callable[[bool], None]
+        self,
+        gradients: Iterable[Tensor],
+        scaled: Iterable[Tensor],
+        *,
+        norm_read: Callable[[], None],
+        limited: Callable[[bool], None],
+        narrow: Callable[[torch.dtype], None],
     ) -> None:
-        self._gradients = WeakTensorKeyDictionary(dict.fromkeys(gradients))
+        self._all = {_address(g) for g in gradients} - {0}
+        self._of_all = WeakTensorKeyDictionary()
+        """What was computed from gradients without a change of the values: whether it is a norm of them."""
+        self._narrow = narrow
+        self._gradients = WeakTensorKeyDictionary(dict.fromkeys(scaled))
         self._addresses = set(map(_address, self._gradients.keys())) - {0}
         self._derived = WeakTensorKeyDictionary()
         self._norm_read, self._limited = norm_read, limited
@@ -114,6 +128,8 @@ class GradientView:
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Inspect one finished call."""
         same = name in _SAME_VALUES or _casts(args[0], result)
+        if name in _NORMS or same:
+            self._inspect_format(name, args, result, same=same)
         if not (name in _NORMS or name in _LIMITED or name in _PRODUCTS or same or _changes(name)):
             return
         is_gradient = any(t in self._gradients or _address(t) in self._addresses for t in _tensors(args[0]))
@@ -124,6 +140,17 @@ class GradientView:
         if same:
             self._derived.update(dict.fromkeys(_tensors(result)))
         self.changed = self.changed or (is_gradient and _changes(name))
+
+    def _inspect_format(self, name: str, args: Sequence[Any], result: Any, *, same: bool) -> None:
+        """Report a norm of gradients that has 16 bits, or is cast to them."""
+        given, results = list(_tensors(args[0])), list(_tensors(result))
+        norm = not same or any(self._of_all.get(t) for t in given)
+        if not any(_address(t) in self._all or t in self._of_all for t in given):
+            return
+        half = next((t.dtype for t in results if t.dtype in HALF), None)
+        if norm and half is not None and name not in _SQUARES:
+            self._narrow(half)
+        self._of_all.update(dict.fromkeys(results, norm))
 
     def _inspect_first(self, name: str, args: Sequence[Any]) -> None:
         if name in _LIMITS or name in _LIMITED:
