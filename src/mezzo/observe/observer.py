@@ -187,8 +187,10 @@ class Observer(ABC):
     while the script runs, then ``close``, then ``record``. A subclass defines what happens when observation begins and ends.
     """
 
-    def __init__(self, run: ObservedRun, *, steps: Sequence[int]) -> None:
+    def __init__(self, run: ObservedRun, *, steps: Sequence[int], ends_script: bool = True) -> None:
+        """Observe ``steps`` of ``run``; ``ends_script``: end the script after the last of them."""
         self.run = run
+        self._ends_script = ends_script
         self.watched: list[int] = []
         """Numbers of the steps that were observed until they ended."""
         self.forced_eager = False
@@ -314,6 +316,11 @@ class Observer(ABC):
         """Whether the script compiles code, which hides single operations."""
         return self.run.phase.compiles
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to observe, and the script goes on."""
+        return not (self._ends_script or self._waiting) and self._observing is None
+
     def too_short(self) -> bool:
         """Return whether the script ended before its first observed step did."""
         return not self.watched
@@ -360,7 +367,7 @@ class Observer(ABC):
             self.turn(self._observing)
             return
         self._end()
-        if not self._waiting:
+        if not self._waiting and self._ends_script:
             raise StopScript
 
     def can_switch_modes(self) -> bool:

@@ -26,6 +26,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication, refuse_join
+from mezzo.launch.torch.contract_hooks import AuditWithContract, watch_contract
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.digests import WeightsDigest
 from mezzo.launch.torch.forward import ForwardRegions
@@ -34,13 +35,14 @@ from mezzo.launch.torch.optimizer_steps import Updates
 from mezzo.launch.torch.own_amp import keep_fp32_products, make_changes, note_autocast_without_device, replace_amp
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.watching import Watch, watched
-from mezzo.launch.training import StepLimit
+from mezzo.launch.training import StepLimit, Watching
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
 from mezzo.observe.settings import (
     AnySettings,
+    AuditSettings,
     DiagnoseSettings,
     FallbackSettings,
     RangesSettings,
@@ -168,11 +170,14 @@ def _begin_observing(settings: AnySettings, run: TorchRun, patches: Patches) -> 
     """Observe ``run`` until ``patches`` are undone; if the first steps turn out to be no training steps, with a new observer."""
 
     def observer() -> Observer:
-        assert run.listeners.observer is not None
-        return run.listeners.observer
+        watching = run.listeners.observer or run.listeners.retired
+        assert watching is not None
+        return watching
 
     if isinstance(settings, DiagnoseSettings):
         make_changes(settings.changes, run.objects.tree, patches)
+    if isinstance(settings, AuditSettings) and settings.contract is not None:
+        watch_contract(settings.contract, run, patches)
     run.listeners.observe(lambda: observer_for(settings, run))
     _note_script_profiles(observer, patches)
     patches.on_undo(lambda: observer().close())
@@ -270,9 +275,13 @@ class TorchTraining:
         return self._run.update.num_updates
 
     @property
-    def observer(self) -> Observer | None:
+    def observer(self) -> Watching | None:
         """The observer of the training."""
-        return self._run.listeners.observer
+        listeners = self._run.listeners
+        watching = listeners.observer or listeners.retired
+        if watching is None or listeners.contract is None:
+            return watching
+        return AuditWithContract(watching, listeners.contract)
 
     @property
     def has_any_loss(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mezzo.devices import lacks_cuda
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
+from mezzo.observe.contracts.watch import ContractWatch
 from mezzo.observe.observer import Observer
 from mezzo.records import Note
 
@@ -77,6 +78,9 @@ class Listeners:
     def __init__(self) -> None:
         self.all: list[Any] = []
         self.observer: Observer | None = None
+        self.retired: Observer | None = None
+        """An observer that has seen all its steps, while the script goes on: only its record is asked for."""
+        self.contract: ContractWatch | None = None
         self._build: Callable[[], Observer] | None = None
 
     def observe(self, build: Callable[[], Observer]) -> None:
@@ -85,6 +89,17 @@ class Listeners:
         self.observer = build()
         self.all.append(self.observer)
         self.observer.start()
+
+    def check(self, contract: ContractWatch) -> None:
+        """Notify the watch of a contract from now on."""
+        self.contract = contract
+        self.all.append(contract)
+
+    def retire(self) -> None:
+        """Notify an observer of nothing more if it has seen all its steps and lets the script go on."""
+        if self.observer is not None and self.observer.over:
+            self.all.remove(self.observer)
+            self.retired, self.observer = self.observer, None
 
     def restart(self) -> None:
         """Discard the steps so far: they did not belong to the training."""

@@ -32,7 +32,7 @@ class Audit(Observer):
     """An observer that traces chosen steps of a run."""
 
     def __init__(self, settings: AuditSettings, run: ObservedRun) -> None:
-        super().__init__(run, steps=settings.steps)
+        super().__init__(run, steps=settings.steps, ends_script=settings.contract is None)
         self._marked = 0
         self._first_optimizer_at: tuple[int, int] | None = None
         """The tracer's position when the script created its first optimizer."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
@@ -34,6 +35,8 @@ from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding
 
+AverageListener: TypeAlias = Callable[[Tensor, Tensor, str], None]
+"""A function that is told of a weight, the tensor that it is averaged into, and the line that does so."""
 _AWAKE_UPDATES = 64
 _AWAKE_PASSES = 4096
 """Most backward passes that are checked, because a script may make updates that are not recorded."""
@@ -58,7 +61,9 @@ class Lint:
         self._optimizer_states = OptimizerStates(self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
+        self._own_code = OwnCode(
+            run, self._gradients, self.scalers, self._averages, self._log, heard=self._average_heard
+        )
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
@@ -70,6 +75,7 @@ class Lint:
         self._needless: tuple[int, str] | None = None
         """Step and line of the first ``step`` of a scaler that is on, which BF16 regions would not need."""
         self._statistics = Statistics(self._log)
+        self._on_average: AverageListener | None = None
         self.over = False
         """Whether only schedules and active scalers are checked from now on: other checks would slow the steps of a long run.
 
@@ -360,12 +366,23 @@ class Lint:
             check_average(self._log, average, model)
         if self.awake:
             self._averages.model_moves(average, model, self._optimizers, step=self._step)
+            line = running_line()
+            for weight, mean in zip(model.parameters(), average.parameters(), strict=False):
+                self._average_heard(weight, mean, line)
         yield
 
     @property
     def _casts_model(self) -> bool:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.precision.effective is not None and self._run.precision.effective.casting == "model"
+
+    def notify_of_averages(self, listener: AverageListener) -> None:
+        """Call ``listener`` with every weight that is found to be averaged, its average, and the line."""
+        self._on_average = listener
+
+    def _average_heard(self, weight: Tensor, average: Tensor, line: str) -> None:
+        if self._on_average is not None:
+            self._on_average(weight, average, line)
 
     def saves(self, value: Any) -> None:
         """Record that the script saves ``value`` to a file."""
@@ -404,9 +421,17 @@ class OwnCode:
     """A script's own code on gradients and averages, inspected in chosen updates."""
 
     def __init__(
-        self, run: ObservedRun, gradients: Gradients, scalers: Scalers, moves: Averages, log: MisuseLog
+        self,
+        run: ObservedRun,
+        gradients: Gradients,
+        scalers: Scalers,
+        moves: Averages,
+        log: MisuseLog,
+        *,
+        heard: AverageListener,
     ) -> None:
         self._run, self._gradients, self._scalers, self._moves, self._log = run, gradients, scalers, moves, log
+        self._heard = heard
         self._mode = CallMode()
         self._watched: list[tuple[Optimizer, GradientState]] = []
         self._view: GradientView | None = None
@@ -460,6 +485,8 @@ class OwnCode:
         self._mode.stop()
         view, self._averages_view = self._averages_view, None
         line, weight = ("", None) if view is None else view.kept()
+        for averaged_weight, average in [] if view is None else view.all_kept():
+            self._heard(averaged_weight, average, line)
         if weight is not None and not self._moved:
             step = self._run.update.recorder.num_closed + 1
             self._moves.moves_by_hand(weight, self._run.objects.optimizers, step=step, line=line)
@@ -521,8 +548,9 @@ class OwnCode:
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
-    def _averaged(self, parameter: Tensor, narrow: bool) -> None:
-        step = self._run.update.recorder.num_closed + 1
+    def _averaged(self, parameter: Tensor, average: Tensor) -> None:
+        step, narrow = self._run.update.recorder.num_closed + 1, average.dtype in HALF
+        self._heard(parameter, average, running_line())
         if not self._moved:
             self._moved = True
             self._moves.moves_by_hand(parameter, self._run.objects.optimizers, step=step)

@@ -1,0 +1,206 @@
+"""The formats of the tensors that models, optimizers and files hold at one moment, as tensors with an owner and a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mezzo.engine.gradients import trained_leaves
+from mezzo.engine.processes.shards import local
+from mezzo.observe.module_names import Names
+from mezzo.observe.source_lines import running_line
+from mezzo.observe.tensors import format_name
+from mezzo.records import ContractRole
+
+_MASTER = re.compile(r"master|(^|_)fp32(_|$)|main_param", re.IGNORECASE)
+"""Names under which optimizers keep copies of the weights in their state."""
+_DEEPEST = 8
+"""The most containers around a tensor in a file."""
+_QUANTIZED = (torch.int8, torch.uint8)
+
+
+class Held(NamedTuple):
+    """A tensor, or several, in one format."""
+
+    role: ContractRole
+    owner: Tensor | nn.Module | str
+    """The weight or the module that it belongs to; its name where neither is known."""
+    key: str
+    """Its name at the owner: ``exp_avg``; empty for the weight itself."""
+    formats: tuple[str, ...]
+    tensor: Tensor | None = None
+    """The tensor itself, where the line that made it may be known."""
+
+
+def stored_format(tensor: Tensor) -> str:
+    """Return the name of the format that a tensor is stored in; of a sharded one, this process's part."""
+    return format_name(local(tensor).dtype)
+
+
+def models_hold(roots: Iterable[nn.Module]) -> Iterator[Held]:
+    """Yield the weights and the floating-point buffers of models, each once."""
+    seen: set[int] = set()
+    for module in (module for root in roots for module in root.modules()):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for weight in module.parameters(recurse=False):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield Held("weights", weight, "", (stored_format(weight),), weight)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                yield Held("buffers", module, name, (stored_format(buffer),), buffer)
+
+
+def optimizer_holds(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterator[Held]:
+    """Yield an optimizer's own weights, which are in no model, its state and its master weights."""
+    owners = weights_behind(optimizer, roots)
+    for parameter in trained_leaves(optimizer):
+        owner = owners.get(id(parameter), parameter)
+        if owner is not parameter:
+            yield Held("master_weights" if isinstance(owner, Tensor) else "weights", owner, "", (stored_format(parameter),))
+        yield from _state_of(optimizer, parameter, owner)
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor, owner: Tensor | str) -> Iterator[Held]:
+    has_master = getattr(optimizer, "has_master", None)
+    own_master = has_master is not None and has_master(parameter)
+    if own_master:
+        yield Held("master_weights", owner, "", (stored_format(optimizer.master(parameter)),))  # type: ignore[attr-defined]
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or not value.dim() or not (value.is_floating_point() or value.dtype in _QUANTIZED):
+            continue  # a count of steps, or an index
+        if _MASTER.search(str(key)) and value.shape == parameter.shape:
+            if not own_master:
+                yield Held("master_weights", owner, "", (stored_format(value),))
+        elif not (own_master and key == "master"):
+            yield Held("optimizer_state", owner, str(key), (stored_format(value),))
+
+
+def gradients_held(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterator[Held]:
+    """Yield the gradients of the weights that an optimizer trains."""
+    owners = weights_behind(optimizer, roots)
+    for parameter in trained_leaves(optimizer):
+        if parameter.grad is not None:
+            yield Held("gradients", owners.get(id(parameter), parameter), "", (stored_format(parameter.grad),))
+
+
+def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[int, Tensor | str]:
+    """Return the owners of those parameters of an optimizer that are in no model, by identity.
+
+    They are masters of weights that no optimizer trains, of the same shapes in the same order; others get a name from their place.
+    """
+    weights = [weight for root in roots for weight in root.parameters()]
+    known, trained = set(map(id, weights)), set(map(id, trained_leaves(optimizer)))
+    waiting = [weight for weight in dict.fromkeys(weights) if id(weight) not in trained]
+    owners: dict[int, Tensor | str] = {}
+    for group, settings in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(settings["params"]):
+            if id(parameter) not in known:
+                at = next((n for n, weight in enumerate(waiting) if weight.shape == parameter.shape), None)
+                owners[id(parameter)] = f"{type(optimizer).__name__}.{group}.{place}" if at is None else waiting.pop(at)
+    return owners
+
+
+def reductions_by_replicas(roots: Iterable[nn.Module]) -> Iterator[Held]:
+    """Yield what ``DistributedDataParallel`` reduces gradients in, where it does so itself: in the format of the weights."""
+    for module in (module for root in roots for module in root.modules()):
+        if isinstance(module, DistributedDataParallel) and not module._comm_hooks:
+            if torch.distributed.get_world_size(module.process_group) > 1:
+                for weight in module.parameters():
+                    if weight.grad is not None:
+                        yield Held("reduction", weight, "", (stored_format(weight),))
+
+
+def floats_in(value: Any) -> tuple[str, ...]:
+    """Return the formats of the floating-point tensors in a module's results."""
+    if type(value) is Tensor:
+        return (stored_format(value),) if value.is_floating_point() else ()
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return tuple(sorted({stored_format(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}))
+
+
+def saved_in(value: Any, path: str = "", *, depth: int = 0) -> Iterator[Held]:
+    """Yield the floating-point tensors in what a script saves, by the keys that lead to them; single numbers are left out."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.dim():
+            yield Held("checkpoints", path, "", (stored_format(value),))
+        return
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, nn.Module):
+        entries = value.state_dict().items()
+    elif isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    if depth < _DEEPEST:
+        for key, each in entries:
+            yield from saved_in(each, f"{path}.{key}" if path else str(key), depth=depth + 1)
+
+
+class TensorNames:
+    """Names of owners, which stay known after their model is gone."""
+
+    def __init__(self) -> None:
+        self._names: Names | None = None
+        self._known: dict[int, str] = {}
+
+    def learn(self, roots: Iterable[nn.Module], tree: Any) -> None:
+        """Learn the names in these models; a later call with more models renames what it finds again."""
+        self._names = names = Names(roots, tree)
+        for root in names.outermost:
+            for _, module in tree.modules(root):
+                self._known[id(module)] = names.of(module)
+                for _, weight in tree.parameters(module):
+                    self._known[id(weight)] = names.parameter(weight)
+
+    def of(self, held: Held) -> tuple[str, str]:
+        """Return the module of a tensor, and its name in it."""
+        if isinstance(held.owner, nn.Module):
+            return self._known.get(id(held.owner), type(held.owner).__name__), held.key
+        name = held.owner if isinstance(held.owner, str) else self._known.get(id(held.owner), Names.no_path)
+        module, _, last = name.rpartition(".")
+        return module, ".".join(filter(None, (last, held.key)))
+
+
+class Origins:
+    """The lines of a script that gave weights and buffers their formats: the line that registers one, and that casts its module."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, tuple[ref[Tensor], torch.dtype, str]] = {}
+        self._casting = False
+
+    def made(self, tensor: Tensor | None) -> None:
+        """Note that the running line registers a tensor."""
+        if isinstance(tensor, Tensor):
+            self._lines[id(tensor)] = ref(tensor), tensor.dtype, running_line()
+
+    def line(self, tensor: Tensor | None) -> str:
+        """Return the line that gave a tensor its format; empty if that was not seen."""
+        known = self._lines.get(id(tensor))
+        if tensor is None or known is None or known[0]() is not tensor or known[1] != tensor.dtype:
+            return ""
+        return known[2]
+
+    def cast(self, apply: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Let ``apply`` change a module's tensors, and note the running line for those whose format it changes."""
+        if self._casting:  # of a module inside it
+            return apply(module, *args, **kwargs)
+        before = {id(t): (t, t.dtype) for t in (*module.parameters(), *module.buffers())}
+        self._casting = True
+        try:
+            result = apply(module, *args, **kwargs)
+        finally:
+            self._casting = False
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in before or before[id(tensor)][1] != tensor.dtype:
+                self.made(tensor)
+        return result
