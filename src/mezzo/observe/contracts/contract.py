@@ -333,8 +333,10 @@ def _candidates(name: str) -> set[str]:
         found |= {f"{head}.*", f"*.{tail}"}
         if n < len(parts) - 1 and not parts[n].isdecimal():
             found.add(f"*.{parts[n]}.*")
-    free = {".".join("*" if part.isdecimal() else part for part in pattern.split(".")) for pattern in {*found, ".".join(parts)}}
-    return {pattern for pattern in found | free if pattern.strip("*.")}
+    whole = {*found, ".".join(parts)}
+    any_number = {re.sub(r"(?<![^.])\d+(?![^.])", "*", pattern) for pattern in whole}
+    same_digits = {re.sub(r"(?<![^.])\d+(?![^.])", lambda n: "[0-9]" * len(n[0]), pattern) for pattern in whole}
+    return {pattern for pattern in found | any_number | same_digits if pattern.strip("*.")}
 
 
 def _escaped(name: str) -> str:
