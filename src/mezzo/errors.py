@@ -117,6 +117,12 @@ class GuardError(MezzoError, RuntimeError):
     exit_code = 10
 
 
+class ContractError(MezzoError, AssertionError):
+    """A tensor is stored in another format than a contract expects."""
+
+    exit_code = 11
+
+
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:
     """Return ``allowed`` as text for a message, the names nearest to ``name`` first.
 

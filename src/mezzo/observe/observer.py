@@ -31,7 +31,7 @@ from mezzo.measure.steps import StepRecorder
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
-from mezzo.records import AnyRecord, RunRecord
+from mezzo.records import AnyRecord, CheckedContract, RunRecord
 
 if TYPE_CHECKING:
     from mezzo.observe.tracer import InspectOperation, Tracer
@@ -178,6 +178,9 @@ class ObservedRun(Protocol):
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""
+
+    def checked_contract(self) -> CheckedContract | None:
+        """Return what was found of the contract on formats; None without one."""
 
 
 class Observer(ABC):

@@ -47,9 +47,7 @@ def audit(
     ] = None,
     write_expect: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the contract that the script keeps now. The script runs to its end."
-        ),
+        typer.Option(metavar="FILE", help="Write the contract that the script keeps now. The script runs to its end."),
     ] = None,
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
@@ -100,9 +98,7 @@ def _write(checked: CheckedContract | None, script: Script, path: Path) -> None:
         results.note(f"{path} was not written, because the script failed")
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(
-        written(checked.formats, title=f"The formats of {Path(script.target).name}"), encoding="utf-8"
-    )
+    temporary.write_text(written(checked.formats, title=f"The formats of {Path(script.target).name}"), encoding="utf-8")
     os.replace(temporary, path)
     results.note(f"wrote {path}; mezzo audit --expect {path} checks it")
 

@@ -155,7 +155,9 @@ def _contract(contract: CheckedContract) -> list[Section]:
 def _broken_row(one: Breach) -> tuple[str, ...]:
     ranks = f", rank {', '.join(map(str, one.ranks))}" if one.ranks else ""
     when = "" if one.moment is None else f"{one.moment}, step {one.step}"
-    found = {"format": _or(one.found), "nothing": "nothing has this name", "unknown": f"unknown: {one.why}"}[one.problem]
+    found = {"format": _or(one.found), "nothing": "nothing has this name", "unknown": f"unknown: {one.why}"}[
+        one.problem
+    ]
     line = PurePath(one.line).name if one.line or one.problem != "format" else "not seen"
     return _name(one), one.role, _or(one.expected), found, f"{when}{ranks}".removeprefix(", "), fmt.clean(line)
 

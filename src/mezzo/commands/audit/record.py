@@ -116,8 +116,8 @@ ContractRole: TypeAlias = Literal[
     "checkpoints",
 ]
 """What a tensor is for: a table of a contract. ``reduction`` is of gradients and ``gather`` of weights, between processes."""
-ContractMoment: TypeAlias = Literal["set-up", "first update", "resume", "save", "end"]
-"""When a format was found: before the first forward pass, in the first update, at a load or in the update after it, in a file, at the end."""
+ContractMoment: TypeAlias = Literal["set-up", "first update", "third update", "resume", "save", "end"]
+"""When a format was found: before the first forward pass, in an update, at a load or in the update after it, in a file, at the end."""
 
 
 class TensorFormat(Value):
@@ -131,7 +131,7 @@ class TensorFormat(Value):
     """Several where it changes, or has several parts."""
     moment: ContractMoment
     step: int
-    """The step in which it was found, from 1."""
+    """The step in which it was found, from 1; of a save, a load and the end, the number of steps before it."""
     line: str = ""
     """The line of the script that made it so; empty if that is not known."""
     ranks: list[int] = []

@@ -26,7 +26,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication, refuse_join
-from mezzo.launch.torch.contract_hooks import AuditWithContract, watch_contract
+from mezzo.launch.torch.contract_hooks import watch_contract
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.digests import WeightsDigest
 from mezzo.launch.torch.forward import ForwardRegions
@@ -35,7 +35,7 @@ from mezzo.launch.torch.optimizer_steps import Updates
 from mezzo.launch.torch.own_amp import keep_fp32_products, make_changes, note_autocast_without_device, replace_amp
 from mezzo.launch.torch.state import TorchRun
 from mezzo.launch.torch.watching import Watch, watched
-from mezzo.launch.training import StepLimit, Watching
+from mezzo.launch.training import StepLimit
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import ObservedRun, Observer
@@ -275,13 +275,9 @@ class TorchTraining:
         return self._run.update.num_updates
 
     @property
-    def observer(self) -> Watching | None:
+    def observer(self) -> Observer | None:
         """The observer of the training."""
-        listeners = self._run.listeners
-        watching = listeners.observer or listeners.retired
-        if watching is None or listeners.contract is None:
-            return watching
-        return AuditWithContract(watching, listeners.contract)
+        return self._run.listeners.observer or self._run.listeners.retired
 
     @property
     def has_any_loss(self) -> bool:

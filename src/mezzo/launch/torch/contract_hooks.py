@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,42 +21,14 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches, after_import
 from mezzo.launch.torch.state import TorchRun
-from mezzo.launch.training import Watching
 from mezzo.observe.contracts.collected import stored_format
 from mezzo.observe.contracts.contract import Contract
 from mezzo.observe.contracts.watch import ContractWatch
 from mezzo.observe.tensors import format_name
-from mezzo.records import AnyRecord, AuditRecord, RunRecord
 
 _SHARDING = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _SAVES = {"safetensors.torch": ("save_file", "save_model"), "torch.distributed.checkpoint": ("save", "async_save")}
 _EXCHANGED = ("reduction", "gather")
-
-
-class AuditWithContract:
-    """An audit and the watch of a contract, as one observer of a training."""
-
-    def __init__(self, audit: Watching, watch: ContractWatch) -> None:
-        self._audit, self._watch = audit, watch
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the script compiles code, whose operations cannot be seen one by one."""
-        return self._audit.compiles
-
-    def too_short(self) -> bool:
-        """Return False: a contract is checked of any training, even if it ends before the audited step."""
-        return False
-
-    def failed(self, error: BaseException) -> None:
-        """Note the error that ended the script."""
-        self._audit.failed(error)
-
-    def record(self, run: RunRecord) -> AnyRecord:
-        """Return the audit's record with what was found of the contract."""
-        record = self._audit.record(run)
-        assert isinstance(record, AuditRecord)
-        return record.model_copy(update={"contract": self._watch.result()})
 
 
 def watch_contract(contract: Contract, run: TorchRun, patches: Patches) -> None:
@@ -81,7 +53,7 @@ def watch_contract(contract: Contract, run: TorchRun, patches: Patches) -> None:
         else:
             run.objects.end_notices()
 
-    watch = ContractWatch(run, contract, notify=notify)
+    watch = ContractWatch(run, contract, notify=notify, num_updates=lambda: run.update.num_updates)
     run.listeners.check(watch)
     run.lint.notify_of_averages(watch.averaged)
     _tell_of_tensors(watch, patches)
@@ -134,7 +106,7 @@ def _tell_of_files(watch: ContractWatch, patches: Patches) -> None:
 class _Exchanges:
     """What processes send each other of gradients and weights."""
 
-    def __init__(self, run: TorchRun, watch: ContractWatch, expected: list[str]) -> None:
+    def __init__(self, run: TorchRun, watch: ContractWatch, expected: Sequence[str]) -> None:
         self._run, self._watch, self._expected = run, watch, expected
         self._sent: list[str] | None = None
         """The formats that a communication hook reduces in, while it runs."""

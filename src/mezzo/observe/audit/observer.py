@@ -120,7 +120,12 @@ class Audit(Observer):
         counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
             counted = count_formats(counted, trace.operations, step)
-        return audited.model_copy(update={"run": self.with_formats(run, counted)})
+        changed = {"run": self.with_formats(run, counted), "contract": self.run.checked_contract()}
+        return audited.model_copy(update=changed)
+
+    def too_short(self) -> bool:
+        """Return whether nothing was recorded; a contract is checked of any training, even if it ends before the first audited step."""
+        return self._ends_script and super().too_short()
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)

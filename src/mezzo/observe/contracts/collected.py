@@ -14,15 +14,21 @@ from torch.optim import Optimizer
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.processes.shards import local
+from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.module_names import Names
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import format_name
+from mezzo.observe.tensors import readable as is_readable
 from mezzo.records import ContractRole
 
 _MASTER = re.compile(r"master|(^|_)fp32(_|$)|main_param", re.IGNORECASE)
 """Names under which optimizers keep copies of the weights in their state."""
 _DEEPEST = 8
 """The most containers around a tensor in a file."""
+_SAMPLED = 512
+"""How many values of a tensor are compared."""
+_LEAST_CHANGED = 32
+"""Of a random FP32 value, one in 65,536 is a BF16 number."""
 _QUANTIZED = (torch.int8, torch.uint8)
 
 
@@ -36,7 +42,7 @@ class Held(NamedTuple):
     """Its name at the owner: ``exp_avg``; empty for the weight itself."""
     formats: tuple[str, ...]
     tensor: Tensor | None = None
-    """The tensor itself, where the line that made it may be known."""
+    """The tensor itself, where it stays."""
 
 
 def stored_format(tensor: Tensor) -> str:
@@ -66,7 +72,8 @@ def optimizer_holds(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterato
     for parameter in trained_leaves(optimizer):
         owner = owners.get(id(parameter), parameter)
         if owner is not parameter:
-            yield Held("master_weights" if isinstance(owner, Tensor) else "weights", owner, "", (stored_format(parameter),))
+            role: ContractRole = "master_weights" if isinstance(owner, Tensor) else "weights"
+            yield Held(role, owner, "", (stored_format(parameter),), parameter)
         yield from _state_of(optimizer, parameter, owner)
 
 
@@ -76,13 +83,17 @@ def _state_of(optimizer: Optimizer, parameter: Tensor, owner: Tensor | str) -> I
     if own_master:
         yield Held("master_weights", owner, "", (stored_format(optimizer.master(parameter)),))  # type: ignore[attr-defined]
     for key, value in optimizer.state.get(parameter, {}).items():
-        if not isinstance(value, Tensor) or not value.dim() or not (value.is_floating_point() or value.dtype in _QUANTIZED):
+        if (
+            not isinstance(value, Tensor)
+            or not value.dim()
+            or not (value.is_floating_point() or value.dtype in _QUANTIZED)
+        ):
             continue  # a count of steps, or an index
         if _MASTER.search(str(key)) and value.shape == parameter.shape:
             if not own_master:
-                yield Held("master_weights", owner, "", (stored_format(value),))
+                yield Held("master_weights", owner, "", (stored_format(value),), value)
         elif not (own_master and key == "master"):
-            yield Held("optimizer_state", owner, str(key), (stored_format(value),))
+            yield Held("optimizer_state", owner, str(key), (stored_format(value),), value)
 
 
 def gradients_held(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterator[Held]:
@@ -113,11 +124,25 @@ def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[
 def reductions_by_replicas(roots: Iterable[nn.Module]) -> Iterator[Held]:
     """Yield what ``DistributedDataParallel`` reduces gradients in, where it does so itself: in the format of the weights."""
     for module in (module for root in roots for module in root.modules()):
-        if isinstance(module, DistributedDataParallel) and not module._comm_hooks:
-            if torch.distributed.get_world_size(module.process_group) > 1:
-                for weight in module.parameters():
-                    if weight.grad is not None:
-                        yield Held("reduction", weight, "", (stored_format(weight),))
+        if not isinstance(module, DistributedDataParallel) or module._comm_hooks:
+            continue
+        if torch.distributed.get_world_size(module.process_group) > 1:
+            for weight in (weight for weight in module.parameters() if weight.grad is not None):
+                yield Held("reduction", weight, "", (stored_format(weight),))
+
+
+def sharded_exchanges(roots: Iterable[nn.Module]) -> Iterator[Held]:
+    """Yield what ``fully_shard`` gathers weights and reduces gradients in, as it has set itself up in its first forward pass."""
+    for module in (module for root in roots for module in root.modules()):
+        state_of = getattr(module, "_get_fsdp_state", None)
+        state = None if state_of is None else state_of()
+        groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+        for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
+            own = getattr(parameter, "orig_dtype", None)
+            if own is not None:  # set in the first forward pass
+                gathered = parameter.param_dtype or own
+                yield Held("gather", parameter.sharded_param, "", (format_name(gathered),))
+                yield Held("reduction", parameter.sharded_param, "", (format_name(parameter.reduce_dtype or gathered),))
 
 
 def floats_in(value: Any) -> tuple[str, ...]:
@@ -125,7 +150,9 @@ def floats_in(value: Any) -> tuple[str, ...]:
     if type(value) is Tensor:
         return (stored_format(value),) if value.is_floating_point() else ()
     leaves = torch.utils._pytree.tree_leaves(value)
-    return tuple(sorted({stored_format(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}))
+    return tuple(
+        sorted({stored_format(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()})
+    )
 
 
 def saved_in(value: Any, path: str = "", *, depth: int = 0) -> Iterator[Held]:
@@ -156,11 +183,13 @@ class TensorNames:
     def learn(self, roots: Iterable[nn.Module], tree: Any) -> None:
         """Learn the names in these models; a later call with more models renames what it finds again."""
         self._names = names = Names(roots, tree)
+        several = sum(any(True for _ in root.parameters()) for root in names.outermost) > 1
         for root in names.outermost:
             for _, module in tree.modules(root):
                 self._known[id(module)] = names.of(module)
-                for _, weight in tree.parameters(module):
-                    self._known[id(weight)] = names.parameter(weight)
+                for own, weight in tree.parameters(module):
+                    name = names.parameter(weight)
+                    self._known[id(weight)] = f"{names.of(root)}.{own}" if several and name == own else name
 
     def of(self, held: Held) -> tuple[str, str]:
         """Return the module of a tensor, and its name in it."""
@@ -169,6 +198,36 @@ class TensorNames:
         name = held.owner if isinstance(held.owner, str) else self._known.get(id(held.owner), Names.no_path)
         module, _, last = name.rpartition(".")
         return module, ".".join(filter(None, (last, held.key)))
+
+
+class Rounding:
+    """Whether values that are stored in FP32 are 16-bit numbers: two samples of a tensor, from after two updates.
+
+    Evidence are only elements that the second update has changed: each new value is then one that the update has written.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[ContractRole, int | str, str], tuple[Held, list[Tensor]]] = {}
+
+    def sample(self, found: Iterable[Held]) -> None:
+        """Copy some values of each tensor; nothing waits for the device."""
+        for held in found:
+            if held.tensor is None or held.formats != (FP32.name,) or not is_readable(held.tensor):
+                continue
+            owner = held.owner if isinstance(held.owner, str) else id(held.owner)
+            flat = local(held.tensor.detach()).reshape(-1)
+            some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].clone()
+            self._samples.setdefault((held.role, owner, held.key), (held, []))[1].append(some)
+
+    def found(self) -> Iterator[tuple[Held, str]]:
+        """Yield the tensors whose changed values are all numbers of a 16-bit format, with its name; waits for the device."""
+        for held, samples in self._samples.values():
+            if len(samples) > 1 and samples[-1].shape == samples[-2].shape:
+                changed = samples[-1][(samples[-1] != samples[-2]) & (samples[-1] != 0)]
+                for narrow in (BF16, FP16):
+                    if len(changed) >= _LEAST_CHANGED and torch.equal(changed.to(narrow.dtype).to(FP32.dtype), changed):
+                        yield held, narrow.name
+                        break
 
 
 class Origins:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict
 
 from mezzo.errors import UsageError, nearest
-from mezzo.formats import FORMATS, TF32
+from mezzo.formats import BF16, FORMATS, FP16, FP32, TF32
 from mezzo.records import Breach, ContractRole, TensorFormat
 
 if sys.version_info >= (3, 11):
@@ -27,8 +27,9 @@ else:
     import tomli as tomllib
 
 ROLES: tuple[ContractRole, ...] = get_args(ContractRole)
-EXPECTED_FORMATS = (*(name for name in FORMATS if name != TF32.name), "int8", "uint8")
-"""What a tensor can be stored in; TF32 is stored as FP32."""
+_STORED = tuple(name for name in FORMATS if name != TF32.name)
+EXPECTED_FORMATS = (*_STORED, "int8", "uint8", *(f"{narrow.name} in {FP32.name}" for narrow in (BF16, FP16)))
+"""What a tensor can be stored in; TF32 is stored as FP32. ``bf16 in fp32``: FP32 of which each value is a BF16 number."""
 _OF_RANK = "rank"
 _ANY = "*"
 

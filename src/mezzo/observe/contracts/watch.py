@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.contracts.collected import (
     Held,
     Origins,
+    Rounding,
     TensorNames,
     floats_in,
     gradients_held,
@@ -35,6 +36,8 @@ from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
 from mezzo.records import CheckedContract, ContractMoment, ContractRole, TensorFormat
 
+_SAMPLED_UPDATES = (2, 3)
+"""The updates of an optimizer after which values are sampled: in the first, a momentum is a copy of the gradient."""
 _MOST_AWAITED = 8
 """Updates after which optimizers that have not stepped are no longer waited for."""
 _COMPILED = "the script compiles its model, and compiled code returns nothing module by module"
@@ -45,21 +48,36 @@ _GONE = "no model or optimizer was seen"
 class ContractWatch:
     """The formats found in one process. The launcher calls ``updated`` and its neighbours as it does of any listener."""
 
-    def __init__(self, run: ObservedRun, contract: Contract, *, notify: Callable[[bool], None]) -> None:
-        """Watch ``run``; ``notify`` is called with whether calls of models and every update are to be told from now on."""
-        self._run, self._contract, self._notify = run, contract, notify
+    def __init__(
+        self, run: ObservedRun, contract: Contract, *, notify: Callable[[bool], None], num_updates: Callable[[], int]
+    ) -> None:
+        """Watch a run.
+
+        Args:
+            run: what is watched.
+            contract: what is expected.
+            notify: called with whether calls of models and every update are to be told from now on.
+            num_updates: returns the number of updates, including the open one.
+        """
+        self._run, self._contract, self._notify, self._num_updates = run, contract, notify, num_updates
         self.origins = Origins()
         self._names = TensorNames()
         self._found: dict[tuple[ContractRole, str, tuple[str, ...]], TensorFormat] = {}
-        self._waiting: dict[tuple[ContractRole, int | str, str, tuple[str, ...]], tuple[Held, ContractMoment, int, str]] = {}
+        self._waiting: dict[
+            tuple[ContractRole, int | str, str, tuple[str, ...]], tuple[Held, ContractMoment, int, str]
+        ] = {}
         """What was found of the models that are kept, each format once, before their names are known."""
         self._roots: dict[nn.Module, None] = {}
         self._optimizers: dict[Optimizer, None] = {}
-        self._updated: WeakSet[Optimizer] = WeakSet()
-        """Optimizers whose first update, or first after a load, was seen."""
+        self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """How many updates of each optimizer were seen since the start or a load."""
+        self._rounding = Rounding()
         self._moment: ContractMoment = "first update"
         self._awake_since = 0
         self._awake = False
+        self._heard_all = False
+        """Whether every optimizer has made an update: what modules return and processes exchange is known."""
+        self._sampled_at = 0, ""
         self._hook: Any = None
         self._backward_line = ""
         self._rank: int | None = None
@@ -70,6 +88,7 @@ class ContractWatch:
     def wake(self) -> None:
         """Follow calls and updates until every optimizer has made an update."""
         self._awake, self._awake_since = True, self._run.update.recorder.num_closed
+        self._heard_all = False
         self._notify(True)
 
     def _sleep(self) -> None:
@@ -92,7 +111,7 @@ class ContractWatch:
         """Record that a model is about to be called: the first time, read what it is set up with."""
         if not self._awake or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if self._hook is None and not self._compiled:
+        if self._hook is None and not (self._compiled or self._heard_all):
             if self._run.phase.compiles:
                 self._compiled = True
             else:
@@ -101,8 +120,8 @@ class ContractWatch:
         if module in self._roots:
             return
         self._roots[module] = None
-        if not self._casts_models and not self._updated:
-            self._note_models([module], "set-up")
+        if not self._casts_models and not self._updates:
+            self._note_models([module], "set-up", ahead=True)
 
     def _begins_compiling(self) -> None:
         self._remove_hook()
@@ -110,7 +129,7 @@ class ContractWatch:
 
     def _returned(self, module: nn.Module, args: object, output: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (formats := floats_in(output)):
-            self._note([Held("activations", module, "", formats)], self._moment, line=running_line())
+            self._note([Held("activations", module, "", formats)], self._moment, line=running_line(), ahead=True)
 
     def backward_begins(self, losses: Sequence[Tensor]) -> None:
         """Note the line of a backward pass, which makes gradients and reduces them."""
@@ -124,28 +143,32 @@ class ContractWatch:
 
     def optimizer_created(self) -> None:
         """Record that the script creates an optimizer: after updates, one of another training, or of another part of this one."""
-        if self._updated:
+        if self._updates:
             self._let_go()
         self.wake()
 
     def steps_discarded(self) -> None:
         """Record that the steps so far were no training steps."""
-        self._waiting, self._updated = {}, WeakSet()
+        self._waiting, self._rounding = {}, Rounding()
+        self._updates.clear()
         self.wake()
 
     def updated(self, optimizer: Optimizer | None) -> None:
         """Record an update: read everything that the optimizer holds, if it is the first, or the first after a load."""
-        if not self._awake or self._run.update.skips or self._run.phase.not_training:
+        if not self._awake or self._run.update.skips:
             return
         if optimizer is None:
             self._note_models(self._known_roots(), self._moment)
             return
-        if optimizer in self._updated:
+        self._updates[optimizer] = number = self._updates.get(optimizer, 0) + 1
+        roots = self._known_roots()
+        if number > 1:
+            if number in _SAMPLED_UPDATES:
+                self._rounding.sample([*models_hold(roots), *optimizer_holds(optimizer, roots)])
+                self._sampled_at = self._num_updates(), running_line()
             return
         self._rank = _rank() if self._rank is None else self._rank
-        self._updated.add(optimizer)
         self._optimizers[optimizer] = None
-        roots = self._known_roots()
         self._note_models(roots, self._moment)
         self._note(gradients_held(optimizer, roots), self._moment, line=self._backward_line)
         self._note(reductions_by_replicas(roots), self._moment, line=self._backward_line)
@@ -153,21 +176,26 @@ class ContractWatch:
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over: nothing is awaited once all optimizers have stepped."""
-        everyone = all(optimizer in self._updated for optimizer in self._run.objects.optimizers)
-        if self._awake and (everyone or num_steps - self._awake_since >= _MOST_AWAITED):
+        if not self._awake:
+            return
+        least = min((self._updates.get(optimizer, 0) for optimizer in self._run.objects.optimizers), default=0)
+        if least:
+            self._remove_hook()
+            self._heard_all = True
+        if least >= max(_SAMPLED_UPDATES) or num_steps - self._awake_since >= _MOST_AWAITED:
             self._sleep()
 
     def loaded(self, target: Optimizer | nn.Module, state: Any) -> None:
         """Record that a state was loaded: it is read now, and everything again in the next update."""
         if isinstance(target, nn.Module):
             trained = {id(p) for optimizer in self._run.objects.optimizers for p in trained_leaves(optimizer)}
-            if not self._updated or not any(id(p) in trained for p in target.parameters()):
+            if not self._updates or not any(id(p) in trained for p in target.parameters()):
                 return
         else:
             self._note(_loaded_into(target, state), "resume", line=running_line())
             self._note(optimizer_holds(target, self._known_roots()), "resume", line=running_line())
         self._moment = "resume"
-        self._updated.clear()
+        self._updates.clear()
         self.wake()
 
     def saved(self, value: Any) -> None:
@@ -176,10 +204,10 @@ class ContractWatch:
 
     def exchanged(self, role: ContractRole, weights: Iterable[Tensor], formats: Iterable[str]) -> None:
         """Record that processes reduce gradients, or gather weights, in these formats."""
-        if self._awake:
+        if self._awake and not self._heard_all:
             line = self._backward_line if role == "reduction" else running_line()
             held = (Held(role, w, "", (one,)) for w, one in zip(weights, formats, strict=False))
-            self._note(held, self._moment, line=line)
+            self._note(held, self._moment, line=line, ahead=True)
 
     def averaged(self, weight: Tensor, average: Tensor, line: str) -> None:
         """Record that the script averages a weight into another tensor."""
@@ -205,12 +233,15 @@ class ContractWatch:
         self._names.learn(self._roots, self._run.objects.tree)
         return list(self._roots)
 
-    def _note_models(self, roots: Iterable[nn.Module], moment: ContractMoment) -> None:
+    def _note_models(self, roots: Iterable[nn.Module], moment: ContractMoment, *, ahead: bool = False) -> None:
         for held in models_hold(roots):
-            self._note([held], moment, line=self.origins.line(held.tensor))
+            self._note([held], moment, line=self.origins.line(held.tensor), ahead=ahead)
 
-    def _note(self, found: Iterable[Held], moment: ContractMoment, *, line: str) -> None:
-        step = self._run.update.recorder.num_closed + (moment != "end")
+    def _note(
+        self, found: Iterable[Held], moment: ContractMoment, *, line: str, ahead: bool = False, step: int | None = None
+    ) -> None:
+        """Keep what was found in ``step``, or by default now; ``ahead``: before the update that it belongs to."""
+        step = self._num_updates() + ahead if step is None else step
         for held in found:
             owner = held.owner if isinstance(held.owner, str) else id(held.owner)  # which is kept, too
             self._waiting.setdefault(
@@ -220,19 +251,30 @@ class ContractWatch:
     def _let_go(self) -> None:
         """Read the models and optimizers that are kept a last time, name what was found of them, and keep them no longer."""
         roots = self._known_roots()
-        if self._updated:
+        if self._updates:
             self._note_models(roots, "end")
             for optimizer in self._optimizers:
                 self._note(optimizer_holds(optimizer, roots), "end", line="")
+        step, line = self._sampled_at
+        for held, narrow in self._rounding.found():
+            rounded = held._replace(formats=(f"{narrow} in {held.formats[0]}",))
+            self._note([rounded], "third update", line=line, step=step)
+        self._rounding = Rounding()
         waiting, self._waiting = self._waiting, {}
         for held, moment, step, line in waiting.values():
             module, tensor = self._names.of(held)
             one = TensorFormat(
-                role=held.role, module=module, tensor=tensor, formats=list(held.formats), moment=moment, step=step, line=line
+                role=held.role,
+                module=module,
+                tensor=tensor,
+                formats=list(held.formats),
+                moment=moment,
+                step=step,
+                line=line,
             )
             self._found.setdefault((one.role, one.name, held.formats), one)
         self._roots, self._optimizers = {}, {}
-        self._updated.clear()
+        self._updates.clear()
 
     def result(self) -> CheckedContract:
         """Return what was found and what of it breaks the contract."""

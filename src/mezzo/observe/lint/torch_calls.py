@@ -220,9 +220,7 @@ class AverageView:
         """Detect an average that is computed in FP32 but stored between updates: by a copy, or as a cast to 16 bits."""
         if not source.mixed or source.parameter is None:
             return
-        if source.half and target.dtype in HALF:
-            self._averaged(source.parameter, target)
-        elif copied and not source.half:
+        if (source.half and target.dtype in HALF) or (copied and not source.half):
             self._averaged(source.parameter, target)
 
     def _source(self, tensor: Tensor) -> _Source:
