@@ -30,6 +30,15 @@ class Momentum(torch.optim.Optimizer):
             p.sub_(0.1 * state["momentum"])
 
 
+class Passing(Momentum):
+    """The same, and the momentum, kept in FP32, passes through another format in each update."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["momentum"].copy_(state["momentum"].to(narrow))
+
+
 class Scale(nn.Module):
     """A scale, and a count of the numbers that it has seen."""
 
@@ -66,6 +75,8 @@ elif role in ("optimizer_state", "master_weights", "state_in_a_file"):
     optimizer = Momentum(model.parameters(), kept, narrow if role == "master_weights" else None)
 elif role == "gradients":
     optimizer = Momentum(model.parameters(), torch.float32)
+elif role == "rounding":
+    optimizer = Passing(model.parameters(), torch.float32)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 average = copy.deepcopy(model).to(narrow)
@@ -73,11 +84,10 @@ inputs = torch.randn(16, 8)
 for step in range(4):
     if role in ("resume", "state_in_a_file") and step == 2:
         file = io.BytesIO()
-        state = optimizer.state_dict()
+        state = copy.deepcopy(optimizer.state_dict())
         for held in state["state"].values():
-            for name in ("exp_avg", "momentum"):
-                if name in held:
-                    held[name] = held[name].to(narrow)
+            for name in {"exp_avg", "momentum"} & set(held):
+                held[name] = held[name].to(narrow)
         if role == "state_in_a_file":
             torch.save({"optimizer": state}, file)  # PLANTED state_in_a_file
         else:
@@ -88,7 +98,7 @@ for step in range(4):
     if role == "copies":
         for p, c in zip(model.parameters(), copies, strict=True):
             c.grad, p.grad = p.grad.to(c.dtype), None
-    optimizer.step()  # PLANTED optimizer_state master_weights
+    optimizer.step()  # PLANTED optimizer_state master_weights rounding
     optimizer.zero_grad()
     if role == "copies":
         for p, c in zip(model.parameters(), copies, strict=True):
@@ -97,6 +107,5 @@ for step in range(4):
         for mean, p in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.lerp_(p.detach().to(mean.dtype), 0.1)  # PLANTED ema
 if role == "checkpoints":
-    torch.save(
-        {"model": {name: p.to(narrow) for name, p in model.state_dict().items()}}, io.BytesIO()
-    )  # PLANTED checkpoints
+    state = {name: p.to(narrow) for name, p in model.state_dict().items()}
+    torch.save({"model": state}, io.BytesIO())  # PLANTED checkpoints

@@ -179,8 +179,8 @@ class ObservedRun(Protocol):
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""
 
-    def checked_contract(self) -> CheckedContract | None:
-        """Return what was found of the contract on formats; None without one."""
+    def checked_contract(self, *, failed: bool) -> CheckedContract | None:
+        """Return what was found of the contract on formats in a run that ``failed`` or not; None without one."""
 
 
 class Observer(ABC):

@@ -105,7 +105,7 @@ class ObservedKeras:
         finally:
             self.in_backward = before
 
-    def checked_contract(self) -> None:
+    def checked_contract(self, *, failed: bool) -> None:
         """Return None: contracts on formats are of PyTorch scripts."""
 
     def skip(self) -> None:

@@ -285,9 +285,9 @@ class TorchRun:
         """Return how a single module runs under ``policy``, for observers."""
         return TorchModule(policy, self.precision.device_type or "cpu")
 
-    def checked_contract(self) -> CheckedContract | None:
-        """Return what was found of the contract on formats; None without one."""
-        return None if self.listeners.contract is None else self.listeners.contract.result()
+    def checked_contract(self, *, failed: bool) -> CheckedContract | None:
+        """Return what was found of the contract on formats in a run that ``failed`` or not; None without one."""
+        return None if self.listeners.contract is None else self.listeners.contract.result(failed=failed)
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

@@ -120,7 +120,8 @@ class Audit(Observer):
         counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
             counted = count_formats(counted, trace.operations, step)
-        changed = {"run": self.with_formats(run, counted), "contract": self.run.checked_contract()}
+        contract = self.run.checked_contract(failed=run.error is not None)
+        changed = {"run": self.with_formats(run, counted), "contract": contract}
         return audited.model_copy(update=changed)
 
     def too_short(self) -> bool:

@@ -52,28 +52,37 @@ def stored_format(tensor: Tensor) -> str:
 
 def models_hold(roots: Iterable[nn.Module]) -> Iterator[Held]:
     """Yield the weights and the floating-point buffers of models, each once."""
-    seen: set[int] = set()
-    for module in (module for root in roots for module in root.modules()):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        for weight in module.parameters(recurse=False):
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield Held("weights", weight, "", (stored_format(weight),), weight)
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    shards = shards_of(modules)
+    weights = (shards.get(id(weight), weight) for module in modules for weight in module.parameters(recurse=False))
+    for weight in {id(weight): weight for weight in weights}.values():
+        yield Held("weights", weight, "", (stored_format(weight),), weight)
+    for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 yield Held("buffers", module, name, (stored_format(buffer),), buffer)
 
 
-def optimizer_holds(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterator[Held]:
-    """Yield an optimizer's own weights, which are in no model, its state and its master weights."""
-    owners = weights_behind(optimizer, roots)
+def shards_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Return the sharded weights of ``fully_shard``, by the identity of the whole ones that stand for them in a forward pass."""
+    sharded = (one for module in modules for one in _sharded(module))
+    return {id(one._unsharded_param): one.sharded_param for one in sharded if hasattr(one, "_unsharded_param")}
+
+
+def _sharded(module: nn.Module) -> Iterator[Any]:
+    """Yield what ``fully_shard`` keeps of each weight that it shards with this module."""
+    state_of = getattr(module, "_get_fsdp_state", None)
+    state = None if state_of is None else state_of()
+    for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
+        yield from () if group is None else group.fsdp_params
+
+
+def optimizer_holds(optimizer: Optimizer, owners: Mapping[int, Tensor | str]) -> Iterator[Held]:
+    """Yield the weights that an optimizer trains, its state and its master weights; ``owners`` are ``weights_behind`` it."""
     for parameter in trained_leaves(optimizer):
         owner = owners.get(id(parameter), parameter)
-        if owner is not parameter:
-            role: ContractRole = "master_weights" if isinstance(owner, Tensor) else "weights"
-            yield Held(role, owner, "", (stored_format(parameter),), parameter)
+        is_master = isinstance(owner, Tensor) and owner is not parameter
+        yield Held("master_weights" if is_master else "weights", owner, "", (stored_format(parameter),), parameter)
         yield from _state_of(optimizer, parameter, owner)
 
 
@@ -96,9 +105,8 @@ def _state_of(optimizer: Optimizer, parameter: Tensor, owner: Tensor | str) -> I
             yield Held("optimizer_state", owner, str(key), (stored_format(value),), value)
 
 
-def gradients_held(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Iterator[Held]:
+def gradients_held(optimizer: Optimizer, owners: Mapping[int, Tensor | str]) -> Iterator[Held]:
     """Yield the gradients of the weights that an optimizer trains."""
-    owners = weights_behind(optimizer, roots)
     for parameter in trained_leaves(optimizer):
         if parameter.grad is not None:
             yield Held("gradients", owners.get(id(parameter), parameter), "", (stored_format(parameter.grad),))
@@ -109,7 +117,8 @@ def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[
 
     They are masters of weights that no optimizer trains, of the same shapes in the same order; others get a name from their place.
     """
-    weights = [weight for root in roots for weight in root.parameters()]
+    shards = shards_of(module for root in roots for module in root.modules())
+    weights = [shards.get(id(weight), weight) for root in roots for weight in root.parameters()]
     known, trained = set(map(id, weights)), set(map(id, trained_leaves(optimizer)))
     waiting = [weight for weight in dict.fromkeys(weights) if id(weight) not in trained]
     owners: dict[int, Tensor | str] = {}
@@ -133,16 +142,12 @@ def reductions_by_replicas(roots: Iterable[nn.Module]) -> Iterator[Held]:
 
 def sharded_exchanges(roots: Iterable[nn.Module]) -> Iterator[Held]:
     """Yield what ``fully_shard`` gathers weights and reduces gradients in, as it has set itself up in its first forward pass."""
-    for module in (module for root in roots for module in root.modules()):
-        state_of = getattr(module, "_get_fsdp_state", None)
-        state = None if state_of is None else state_of()
-        groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
-        for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
-            own = getattr(parameter, "orig_dtype", None)
-            if own is not None:  # set in the first forward pass
-                gathered = parameter.param_dtype or own
-                yield Held("gather", parameter.sharded_param, "", (format_name(gathered),))
-                yield Held("reduction", parameter.sharded_param, "", (format_name(parameter.reduce_dtype or gathered),))
+    for parameter in (one for root in roots for module in root.modules() for one in _sharded(module)):
+        own = getattr(parameter, "orig_dtype", None)
+        if own is not None:  # set in the first forward pass
+            gathered = parameter.param_dtype or own
+            yield Held("gather", parameter.sharded_param, "", (format_name(gathered),))
+            yield Held("reduction", parameter.sharded_param, "", (format_name(parameter.reduce_dtype or gathered),))
 
 
 def floats_in(value: Any) -> tuple[str, ...]:
@@ -177,19 +182,20 @@ class TensorNames:
     """Names of owners, which stay known after their model is gone."""
 
     def __init__(self) -> None:
-        self._names: Names | None = None
         self._known: dict[int, str] = {}
 
     def learn(self, roots: Iterable[nn.Module], tree: Any) -> None:
         """Learn the names in these models; a later call with more models renames what it finds again."""
-        self._names = names = Names(roots, tree)
+        names = Names(roots, tree)
         several = sum(any(True for _ in root.parameters()) for root in names.outermost) > 1
         for root in names.outermost:
+            shards = shards_of(root.modules())
             for _, module in tree.modules(root):
                 self._known[id(module)] = names.of(module)
                 for own, weight in tree.parameters(module):
                     name = names.parameter(weight)
-                    self._known[id(weight)] = f"{names.of(root)}.{own}" if several and name == own else name
+                    whole = f"{names.of(root)}.{own}" if several and name == own else name
+                    self._known[id(shards.get(id(weight), weight))] = whole
 
     def of(self, held: Held) -> tuple[str, str]:
         """Return the module of a tensor, and its name in it."""

@@ -311,7 +311,7 @@ def _decided(lines: _Lines, name: str) -> _Formats:
 
 
 def _patterns_of(formats: _Formats, names: Mapping[str, _Formats]) -> list[str]:
-    """Return patterns that match all names with these formats and no others, those of many names first."""
+    """Return patterns that match all names with these formats and no others, the widest first."""
     left = {name for name, its in names.items() if its == formats}
     count = Counter(pattern for name in left for pattern in _candidates(name))
     shared = [pattern for pattern in count if count[pattern] > 1]
@@ -337,7 +337,9 @@ def _candidates(name: str) -> set[str]:
     whole = {*found, ".".join(parts)}
     any_number = {re.sub(r"(?<![^.])\d+(?![^.])", "*", pattern) for pattern in whole}
     same_digits = {re.sub(r"(?<![^.])\d+(?![^.])", lambda n: "[0-9]" * len(n[0]), pattern) for pattern in whole}
-    return {pattern for pattern in found | any_number | same_digits if pattern.strip("*.")}
+    return {
+        p for p in found | any_number | same_digits if re.search(r"[^\W\d_]", p)
+    }  # one without a letter says nothing
 
 
 def _escaped(name: str) -> str:

@@ -22,6 +22,7 @@ from mezzo.observe.contracts.collected import (
     reductions_by_replicas,
     sharded_exchanges,
     stored_format,
+    weights_behind,
 )
 from mezzo.observe.contracts.contract import ROLES, Contract, breaches, contract_of, read_contract
 from mezzo.observe.observer import ModuleTree
@@ -124,8 +125,9 @@ def _held(models: list[nn.Module], optimizers: list[Optimizer], ema: nn.Module |
     yield from reductions_by_replicas(models)
     yield from sharded_exchanges(models)
     for optimizer in optimizers:
-        yield from gradients_held(optimizer, models)
-        yield from optimizer_holds(optimizer, models)
+        owners = weights_behind(optimizer, models)
+        yield from gradients_held(optimizer, owners)
+        yield from optimizer_holds(optimizer, owners)
     if ema is not None:
         tree = ModuleTree()
         for path, module in tree.modules(ema):

@@ -7,7 +7,7 @@ until the end, or until the script creates another optimizer after it has traine
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,7 @@ from mezzo.observe.contracts.collected import (
     reductions_by_replicas,
     saved_in,
     stored_format,
+    weights_behind,
 )
 from mezzo.observe.contracts.contract import Contract, breaches
 from mezzo.observe.observer import ObservedRun
@@ -68,7 +69,8 @@ class ContractWatch:
         ] = {}
         """What was found of the models that are kept, each format once, before their names are known."""
         self._roots: dict[nn.Module, None] = {}
-        self._optimizers: dict[Optimizer, None] = {}
+        self._optimizers: dict[Optimizer, Mapping[int, Tensor | str]] = {}
+        """With the weights behind their parameters."""
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many updates of each optimizer were seen since the start or a load."""
         self._rounding = Rounding()
@@ -77,6 +79,7 @@ class ContractWatch:
         self._awake = False
         self._heard_all = False
         """Whether every optimizer has made an update: what modules return and processes exchange is known."""
+        self._to_sample: list[Optimizer] = []
         self._sampled_at = 0, ""
         self._hook: Any = None
         self._backward_line = ""
@@ -161,23 +164,26 @@ class ContractWatch:
             self._note_models(self._known_roots(), self._moment)
             return
         self._updates[optimizer] = number = self._updates.get(optimizer, 0) + 1
-        roots = self._known_roots()
+        if number in _SAMPLED_UPDATES:
+            self._to_sample.append(optimizer)
+            self._sampled_at = self._num_updates(), running_line()
         if number > 1:
-            if number in _SAMPLED_UPDATES:
-                self._rounding.sample([*models_hold(roots), *optimizer_holds(optimizer, roots)])
-                self._sampled_at = self._num_updates(), running_line()
             return
         self._rank = _rank() if self._rank is None else self._rank
-        self._optimizers[optimizer] = None
+        roots = self._known_roots()
+        self._optimizers[optimizer] = owners = weights_behind(optimizer, roots)
         self._note_models(roots, self._moment)
-        self._note(gradients_held(optimizer, roots), self._moment, line=self._backward_line)
+        self._note(gradients_held(optimizer, owners), self._moment, line=self._backward_line)
         self._note(reductions_by_replicas(roots), self._moment, line=self._backward_line)
-        self._note(optimizer_holds(optimizer, roots), self._moment, line=running_line())
+        self._note(optimizer_holds(optimizer, owners), self._moment, line=running_line())
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over: nothing is awaited once all optimizers have stepped."""
         if not self._awake:
             return
+        sampled, self._to_sample = self._to_sample, []
+        for optimizer in sampled:  # now, because the script may change its state after the update
+            self._rounding.sample(optimizer_holds(optimizer, self._optimizers.get(optimizer, {})))
         least = min((self._updates.get(optimizer, 0) for optimizer in self._run.objects.optimizers), default=0)
         if least:
             self._remove_hook()
@@ -193,7 +199,8 @@ class ContractWatch:
                 return
         else:
             self._note(_loaded_into(target, state), "resume", line=running_line())
-            self._note(optimizer_holds(target, self._known_roots()), "resume", line=running_line())
+            owners = weights_behind(target, self._known_roots())
+            self._note(optimizer_holds(target, owners), "resume", line=running_line())
         self._moment = "resume"
         self._updates.clear()
         self.wake()
@@ -234,7 +241,7 @@ class ContractWatch:
         return list(self._roots)
 
     def _note_models(self, roots: Iterable[nn.Module], moment: ContractMoment, *, ahead: bool = False) -> None:
-        for held in models_hold(roots):
+        for held in models_hold(roots):  # a frozen weight or a buffer requires no gradient
             self._note([held], moment, line=self.origins.line(held.tensor), ahead=ahead)
 
     def _note(
@@ -243,9 +250,11 @@ class ContractWatch:
         """Keep what was found in ``step``, or by default now; ``ahead``: before the update that it belongs to."""
         step = self._num_updates() + ahead if step is None else step
         for held in found:
+            # The line of an update has made the state, not the parameters of the optimizer.
+            line_of = self.origins.line(held.tensor) if held.tensor is not None and held.tensor.requires_grad else line
             owner = held.owner if isinstance(held.owner, str) else id(held.owner)  # which is kept, too
             self._waiting.setdefault(
-                (held.role, owner, held.key, held.formats), (held._replace(tensor=None), moment, step, line)
+                (held.role, owner, held.key, held.formats), (held._replace(tensor=None), moment, step, line_of)
             )
 
     def _let_go(self) -> None:
@@ -253,8 +262,8 @@ class ContractWatch:
         roots = self._known_roots()
         if self._updates:
             self._note_models(roots, "end")
-            for optimizer in self._optimizers:
-                self._note(optimizer_holds(optimizer, roots), "end", line="")
+            for optimizer, owners in self._optimizers.items():
+                self._note(optimizer_holds(optimizer, owners), "end", line="")
         step, line = self._sampled_at
         for held, narrow in self._rounding.found():
             rounded = held._replace(formats=(f"{narrow} in {held.formats[0]}",))
@@ -276,8 +285,8 @@ class ContractWatch:
         self._roots, self._optimizers = {}, {}
         self._updates.clear()
 
-    def result(self) -> CheckedContract:
-        """Return what was found and what of it breaks the contract."""
+    def result(self, *, failed: bool) -> CheckedContract:
+        """Return what was found and what of it breaks the contract; of a run that ``failed``, only what was found counts."""
         found = list(self._found.values())
         unknown: dict[ContractRole, str] = {}
         if self._compiled:
@@ -285,6 +294,8 @@ class ContractWatch:
         if self._casts_models:
             unknown["ema"] = _CAST_BY_POLICY
         broken = breaches(self._contract, found, rank=self._rank, unknown=unknown)
+        if failed:
+            broken = [breach for breach in broken if breach.problem == "format"]
         return CheckedContract(file=self._contract.file, breaches=broken, formats=found)
 
 

@@ -548,9 +548,10 @@ class OwnCode:
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
-    def _averaged(self, parameter: Tensor, average: Tensor) -> None:
-        step, narrow = self._run.update.recorder.num_closed + 1, average.dtype in HALF
-        self._heard(parameter, average, running_line())
+    def _averaged(self, parameter: Tensor, average: Tensor, narrow: bool) -> None:
+        step = self._run.update.recorder.num_closed + 1
+        if narrow == (average.dtype in HALF):  # not a 16-bit copy of an FP32 average
+            self._heard(parameter, average, running_line())
         if not self._moved:
             self._moved = True
             self._moves.moves_by_hand(parameter, self._run.objects.optimizers, step=step)

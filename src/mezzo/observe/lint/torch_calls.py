@@ -152,10 +152,10 @@ class AverageView:
 
     Args:
         parameters: the weights.
-        averaged: called with the weight whose value is mixed into another tensor, and that tensor.
+        averaged: called with the weight whose value is mixed into another tensor, that tensor, and whether the average has 16 bits.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor, Tensor, bool], None]) -> None:
         addressable = [p for p in parameters if _address(p)]
         self._parameters = {_address(p): p for p in addressable}
         self._parts = {_part(p): p for p in addressable}
@@ -209,7 +209,7 @@ class AverageView:
             return
         if target.dtype in HALF or in_place:
             assert of_weights[0].parameter is not None
-            self._averaged(of_weights[0].parameter, target)
+            self._averaged(of_weights[0].parameter, target, target.dtype in HALF)
         else:
             half = any(source.half for source in sources)
             self._derived[target] = source = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
@@ -221,7 +221,7 @@ class AverageView:
         if not source.mixed or source.parameter is None:
             return
         if (source.half and target.dtype in HALF) or (copied and not source.half):
-            self._averaged(source.parameter, target)
+            self._averaged(source.parameter, target, source.half)
 
     def _source(self, tensor: Tensor) -> _Source:
         parameter = self._parts.get(_part(tensor), self._parameters.get(_address(tensor)))
