@@ -33,6 +33,7 @@ _TINY = 0.01
 _UNDER_AUTOCAST = ("excluded", "list", "no rule")
 """Causes of wide products that occur only under autocast."""
 _BREACHES_SHOWN = 20
+_NOT_KEPT = "Not as expected"
 _NOTHING_LOWERED = ("A101", "A108")
 """Findings that mixed precision is missing or off: the fix is a policy."""
 
@@ -135,14 +136,19 @@ def _breaches(contract: CheckedContract) -> str:
 
 def _contract(contract: CheckedContract) -> list[Section]:
     """Return what breaks a contract, and which formats were found."""
-    broken = [_broken_row(one) for one in contract.breaches]
+    rows = [_broken_row(one) for one in contract.breaches]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        alike.setdefault(tuple(rest), []).append(name)
+    grouped = [(_first_and_more(names), *rest) for rest, names in alike.items()]
     heads = ("tensor", "role", "expected", "found", "when", "line")
     roles: dict[tuple[str, str], list[TensorFormat]] = {}
     for one in contract.formats:
         roles.setdefault((one.role, _or(one.formats)), []).append(one)
     found = [(role, formats, str(len(some)), fmt.clean(some[0].name)) for (role, formats), some in roles.items()]
     return [
-        Section(title="Not as expected", blocks=[Grid(heads=heads, rows=broken, shown=_BREACHES_SHOWN)]),
+        Section(title=_NOT_KEPT, blocks=[Grid(heads=heads, rows=grouped, shown=_BREACHES_SHOWN)], shown_in="terminal"),
+        Section(title=_NOT_KEPT, blocks=[Grid(heads=heads, rows=rows)], shown_in="page"),
         Section(
             title="Formats found",
             blocks=[Grid(heads=("role", "format", "tensors", "first"), rows=found, numbers=(2,), shown=FEW_ROWS)],
@@ -160,6 +166,10 @@ def _broken_row(one: Breach) -> tuple[str, ...]:
     ]
     line = PurePath(one.line).name if one.line or one.problem != "format" else "not seen"
     return _name(one), one.role, _or(one.expected), found, f"{when}{ranks}".removeprefix(", "), fmt.clean(line)
+
+
+def _first_and_more(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _name(one: Breach) -> str:
