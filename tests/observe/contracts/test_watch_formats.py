@@ -218,6 +218,42 @@ def test_after_a_load_everything_is_read_again() -> None:
     ]
 
 
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
+def test_a_state_that_a_new_process_loads_is_read_as_it_was_saved(form: torch.dtype) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 1, bias=False))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = made()
+    trains(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"].to(form)
+
+    def resumed() -> None:
+        model, optimizer = made()
+        optimizer.load_state_dict(saved)  # before the first call: torch casts the state to the weights' format
+        trains(model, optimizer, 2)
+
+    found = by_moment(checked(resumed), "optimizer_state")
+    was = {torch.float32: [], torch.bfloat16: [("0.weight.momentum_buffer", ["bf16"], "resume", 0)]}[form]
+    assert found == [*was, ("0.weight.momentum_buffer", ["fp32"], "resume", 0)]
+
+
+def test_a_part_that_is_first_called_later_has_its_own_name() -> None:
+    def script() -> None:
+        model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4)), "b": nn.Sequential(nn.Linear(4, 1))})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parts in ("a", "ab", "ab"):
+            x = torch.ones(2, 4)
+            for part in parts:
+                x = model[part](x)
+            x.sum().backward()
+            optimizer.step()
+
+    names = {name for name, *_ in by_moment(checked(script), "weights")}
+    assert names == {f"{root}.0.{kind}" for root in ("Sequential", "Sequential#2") for kind in ("weight", "bias")}
+
+
 def test_a_line_that_was_not_seen_is_empty() -> None:
     def script() -> None:
         model = nn.Sequential(nn.Linear(4, 1, bias=False))

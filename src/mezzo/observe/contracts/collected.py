@@ -77,20 +77,19 @@ def _sharded(module: nn.Module) -> Iterator[Any]:
         yield from () if group is None else group.fsdp_params
 
 
-def optimizer_holds(optimizer: Optimizer, owners: Mapping[int, Tensor | str]) -> Iterator[Held]:
-    """Yield the weights that an optimizer trains, its state and its master weights; ``owners`` are ``weights_behind`` it."""
+def optimizer_holds(optimizer: Optimizer) -> Iterator[Held]:
+    """Yield the weights that an optimizer trains, its state and its master weights."""
     for parameter in trained_leaves(optimizer):
-        owner = owners.get(id(parameter), parameter)
-        is_master = isinstance(owner, Tensor) and owner is not parameter
-        yield Held("master_weights" if is_master else "weights", owner, "", (stored_format(parameter),), parameter)
-        yield from _state_of(optimizer, parameter, owner)
+        yield Held("weights", parameter, "", (stored_format(parameter),), parameter)
+        yield from state_of(optimizer, parameter)
 
 
-def _state_of(optimizer: Optimizer, parameter: Tensor, owner: Tensor | str) -> Iterator[Held]:
+def state_of(optimizer: Optimizer, parameter: Tensor) -> Iterator[Held]:
+    """Yield what an optimizer keeps of one of its parameters."""
     has_master = getattr(optimizer, "has_master", None)
     own_master = has_master is not None and has_master(parameter)
     if own_master:
-        yield Held("master_weights", owner, "", (stored_format(optimizer.master(parameter)),))  # type: ignore[attr-defined]
+        yield Held("master_weights", parameter, "", (stored_format(optimizer.master(parameter)),))  # type: ignore[attr-defined]
     for key, value in optimizer.state.get(parameter, {}).items():
         if (
             not isinstance(value, Tensor)
@@ -100,16 +99,16 @@ def _state_of(optimizer: Optimizer, parameter: Tensor, owner: Tensor | str) -> I
             continue  # a count of steps, or an index
         if _MASTER.search(str(key)) and value.shape == parameter.shape:
             if not own_master:
-                yield Held("master_weights", owner, "", (stored_format(value),), value)
+                yield Held("master_weights", parameter, "", (stored_format(value),), value)
         elif not (own_master and key == "master"):
-            yield Held("optimizer_state", owner, str(key), (stored_format(value),), value)
+            yield Held("optimizer_state", parameter, str(key), (stored_format(value),), value)
 
 
-def gradients_held(optimizer: Optimizer, owners: Mapping[int, Tensor | str]) -> Iterator[Held]:
+def gradients_held(optimizer: Optimizer) -> Iterator[Held]:
     """Yield the gradients of the weights that an optimizer trains."""
     for parameter in trained_leaves(optimizer):
         if parameter.grad is not None:
-            yield Held("gradients", owners.get(id(parameter), parameter), "", (stored_format(parameter.grad),))
+            yield Held("gradients", parameter, "", (stored_format(parameter.grad),))
 
 
 def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[int, Tensor | str]:
@@ -128,6 +127,15 @@ def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[
                 at = next((n for n, weight in enumerate(waiting) if weight.shape == parameter.shape), None)
                 owners[id(parameter)] = f"{type(optimizer).__name__}.{group}.{place}" if at is None else waiting.pop(at)
     return owners
+
+
+def placed(held: Held, behind: Mapping[int, Tensor | str]) -> Held:
+    """Return a tensor with the weight that its owner stands for, if that is in no model: the owner itself is then a master."""
+    owner = behind.get(id(held.owner)) if isinstance(held.owner, Tensor) else None
+    if owner is None:
+        return held
+    is_master = held.role == "weights" and isinstance(owner, Tensor)
+    return held._replace(owner=owner, role="master_weights" if is_master else held.role)
 
 
 def reductions_by_replicas(roots: Iterable[nn.Module]) -> Iterator[Held]:

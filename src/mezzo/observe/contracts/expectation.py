@@ -19,6 +19,7 @@ from mezzo.observe.contracts.collected import (
     gradients_held,
     models_hold,
     optimizer_holds,
+    placed,
     reductions_by_replicas,
     sharded_exchanges,
     stored_format,
@@ -125,9 +126,9 @@ def _held(models: list[nn.Module], optimizers: list[Optimizer], ema: nn.Module |
     yield from reductions_by_replicas(models)
     yield from sharded_exchanges(models)
     for optimizer in optimizers:
-        owners = weights_behind(optimizer, models)
-        yield from gradients_held(optimizer, owners)
-        yield from optimizer_holds(optimizer, owners)
+        behind = weights_behind(optimizer, models)
+        for held in (*gradients_held(optimizer), *optimizer_holds(optimizer)):
+            yield placed(held, behind)
     if ema is not None:
         tree = ModuleTree()
         for path, module in tree.modules(ema):

@@ -7,7 +7,7 @@ until the end, or until the script creates another optimizer after it has traine
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +27,10 @@ from mezzo.observe.contracts.collected import (
     gradients_held,
     models_hold,
     optimizer_holds,
+    placed,
     reductions_by_replicas,
     saved_in,
+    state_of,
     stored_format,
     weights_behind,
 )
@@ -69,8 +71,7 @@ class ContractWatch:
         ] = {}
         """What was found of the models that are kept, each format once, before their names are known."""
         self._roots: dict[nn.Module, None] = {}
-        self._optimizers: dict[Optimizer, Mapping[int, Tensor | str]] = {}
-        """With the weights behind their parameters."""
+        self._optimizers: dict[Optimizer, None] = {}
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many updates of each optimizer were seen since the start or a load."""
         self._rounding = Rounding()
@@ -171,11 +172,11 @@ class ContractWatch:
             return
         self._rank = _rank() if self._rank is None else self._rank
         roots = self._known_roots()
-        self._optimizers[optimizer] = owners = weights_behind(optimizer, roots)
+        self._optimizers[optimizer] = None
         self._note_models(roots, self._moment)
-        self._note(gradients_held(optimizer, owners), self._moment, line=self._backward_line)
+        self._note(gradients_held(optimizer), self._moment, line=self._backward_line)
         self._note(reductions_by_replicas(roots), self._moment, line=self._backward_line)
-        self._note(optimizer_holds(optimizer, owners), self._moment, line=running_line())
+        self._note(optimizer_holds(optimizer), self._moment, line=running_line())
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over: nothing is awaited once all optimizers have stepped."""
@@ -183,7 +184,7 @@ class ContractWatch:
             return
         sampled, self._to_sample = self._to_sample, []
         for optimizer in sampled:  # now, because the script may change its state after the update
-            self._rounding.sample(optimizer_holds(optimizer, self._optimizers.get(optimizer, {})))
+            self._rounding.sample(optimizer_holds(optimizer))
         least = min((self._updates.get(optimizer, 0) for optimizer in self._run.objects.optimizers), default=0)
         if least:
             self._remove_hook()
@@ -199,8 +200,8 @@ class ContractWatch:
                 return
         else:
             self._note(_loaded_into(target, state), "resume", line=running_line())
-            owners = weights_behind(target, self._known_roots())
-            self._note(optimizer_holds(target, owners), "resume", line=running_line())
+            for parameter in trained_leaves(target):
+                self._note(state_of(target, parameter), "resume", line=running_line())
         self._moment = "resume"
         self._updates.clear()
         self.wake()
@@ -262,15 +263,17 @@ class ContractWatch:
         roots = self._known_roots()
         if self._updates:
             self._note_models(roots, "end")
-            for optimizer, owners in self._optimizers.items():
-                self._note(optimizer_holds(optimizer, owners), "end", line="")
+            for optimizer in self._optimizers:
+                self._note(optimizer_holds(optimizer), "end", line="")
         step, line = self._sampled_at
         for held, narrow in self._rounding.found():
             rounded = held._replace(formats=(f"{narrow} in {held.formats[0]}",))
             self._note([rounded], "third update", line=line, step=step)
         self._rounding = Rounding()
+        behind = {id_: owner for one in self._optimizers for id_, owner in weights_behind(one, roots).items()}
         waiting, self._waiting = self._waiting, {}
-        for held, moment, step, line in waiting.values():
+        for waited, moment, step, line in waiting.values():
+            held = placed(waited, behind)
             module, tensor = self._names.of(held)
             one = TensorFormat(
                 role=held.role,
