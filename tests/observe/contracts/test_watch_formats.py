@@ -254,6 +254,30 @@ def test_a_part_that_is_first_called_later_has_its_own_name() -> None:
     assert names == {f"{root}.0.{kind}" for root in ("Sequential", "Sequential#2") for kind in ("weight", "bias")}
 
 
+def test_weights_that_are_loaded_at_the_end_do_not_hide_it() -> None:
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(4, 1, bias=False))
+        trains(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        model.double().load_state_dict(model.state_dict())
+
+    assert by_moment(checked(script), "weights")[-1] == ("0.weight", ["fp64"], "end", 3)
+
+
+def test_a_weight_outside_the_model_is_no_master_of_a_weight_that_is_trained() -> None:
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(4, 1, bias=False))
+        scale = torch.ones(1, 4, requires_grad=True)
+        several = [torch.optim.SGD([weight], lr=0.1) for weight in (model[0].weight, scale)]
+        for _ in range(2):
+            (model(torch.ones(2, 4)).mean() * scale).sum().backward()
+            for optimizer in several:
+                optimizer.step()
+
+    found = checked(script)
+    assert by_moment(found, "master_weights") == []
+    assert [name for name, *_ in by_moment(found, "weights")] == ["0.weight", "SGD.0.0"]
+
+
 def test_a_line_that_was_not_seen_is_empty() -> None:
     def script() -> None:
         model = nn.Sequential(nn.Linear(4, 1, bias=False))

@@ -124,6 +124,8 @@ class _Exchanges:
     def _register(self, original: Callable[..., Any], model: Any, state: Any, hook: Callable[..., Any]) -> Any:
         @functools.wraps(hook)
         def told(state: Any, bucket: Any) -> Any:
+            if not self._watch.listens:
+                return hook(state, bucket)
             before, self._sent = self._sent, []
             try:
                 future = hook(state, bucket)
@@ -140,7 +142,7 @@ class _Exchanges:
     def _reduce(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sent is not None:
             self._sent.append(stored_format(tensor))
-        elif isinstance(tensor, Tensor) and tensor.dim():
+        elif self._watch.listens and isinstance(tensor, Tensor) and tensor.dim():
             weights = (p for optimizer in self._run.objects.optimizers for p in trained_leaves(optimizer))
             owner = next((p for p in weights if p.grad is tensor), None)
             if owner is not None:
@@ -154,7 +156,7 @@ class _Exchanges:
 
     def _gather(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(parameters, *args, **kwargs)
-        if result is not None:
+        if result is not None and self._watch.listens:
             for parameter, dtypes in zip(parameters, result.param_all_gather_input_dtypes, strict=False):
                 for dtype in dict.fromkeys(dtypes):
                     self._watch.exchanged("gather", [parameter.sharded_param], [format_name(dtype)])

@@ -111,21 +111,26 @@ def gradients_held(optimizer: Optimizer) -> Iterator[Held]:
             yield Held("gradients", parameter, "", (stored_format(parameter.grad),))
 
 
-def weights_behind(optimizer: Optimizer, roots: Sequence[nn.Module]) -> Mapping[int, Tensor | str]:
-    """Return the owners of those parameters of an optimizer that are in no model, by identity.
+def weights_behind(optimizers: Iterable[Optimizer], roots: Sequence[nn.Module]) -> dict[int, Tensor | str]:
+    """Return the owners of those parameters of optimizers that are in no model, by identity.
 
-    They are masters of weights that no optimizer trains, of the same shapes in the same order; others get a name from their place.
+    They are masters of weights that require gradients and that no optimizer trains, of the same shapes in the same order; others get a name
+    from their place.
     """
+    several = list(optimizers)
     shards = shards_of(module for root in roots for module in root.modules())
     weights = [shards.get(id(weight), weight) for root in roots for weight in root.parameters()]
-    known, trained = set(map(id, weights)), set(map(id, trained_leaves(optimizer)))
-    waiting = [weight for weight in dict.fromkeys(weights) if id(weight) not in trained]
+    known = set(map(id, weights))
+    trained = {id(parameter) for optimizer in several for parameter in trained_leaves(optimizer)}
+    waiting = [weight for weight in dict.fromkeys(weights) if weight.requires_grad and id(weight) not in trained]
     owners: dict[int, Tensor | str] = {}
-    for group, settings in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(settings["params"]):
-            if id(parameter) not in known:
-                at = next((n for n, weight in enumerate(waiting) if weight.shape == parameter.shape), None)
-                owners[id(parameter)] = f"{type(optimizer).__name__}.{group}.{place}" if at is None else waiting.pop(at)
+    for optimizer in several:
+        for group, settings in enumerate(getattr(optimizer, "param_groups", ())):
+            for place, parameter in enumerate(settings["params"]):
+                if id(parameter) not in known:
+                    at = next((n for n, weight in enumerate(waiting) if weight.shape == parameter.shape), None)
+                    name = f"{type(optimizer).__name__}.{group}.{place}"
+                    owners[id(parameter)] = name if at is None else waiting.pop(at)
     return owners
 
 
@@ -233,8 +238,14 @@ class Rounding:
             some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].clone()
             self._samples.setdefault((held.role, owner, held.key), (held, []))[1].append(some)
 
-    def found(self) -> Iterator[tuple[Held, str]]:
-        """Yield the tensors whose changed values are all numbers of a 16-bit format, with its name; waits for the device."""
+    def found(self) -> list[tuple[Held, str]]:
+        """Return the tensors whose changed values are all numbers of a 16-bit format, with its name; waits for the device."""
+        try:
+            return list(self._found())
+        except RuntimeError:  # the device has failed, and so has the script
+            return []
+
+    def _found(self) -> Iterator[tuple[Held, str]]:
         for held, samples in self._samples.values():
             if len(samples) > 1 and samples[-1].shape == samples[-2].shape:
                 changed = samples[-1][(samples[-1] != samples[-2]) & (samples[-1] != 0)]

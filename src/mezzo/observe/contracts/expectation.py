@@ -125,8 +125,8 @@ def _held(models: list[nn.Module], optimizers: list[Optimizer], ema: nn.Module |
     yield from models_hold(models)
     yield from reductions_by_replicas(models)
     yield from sharded_exchanges(models)
+    behind = weights_behind(optimizers, models)
     for optimizer in optimizers:
-        behind = weights_behind(optimizer, models)
         for held in (*gradients_held(optimizer), *optimizer_holds(optimizer)):
             yield placed(held, behind)
     if ema is not None:

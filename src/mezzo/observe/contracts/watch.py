@@ -43,9 +43,10 @@ _SAMPLED_UPDATES = (2, 3)
 """The updates of an optimizer after which values are sampled: in the first, a momentum is a copy of the gradient."""
 _MOST_AWAITED = 8
 """Updates after which optimizers that have not stepped are no longer waited for."""
+_MOST_RELOADS = 10
+"""Loads of weights in the middle of a training after which everything is read again: some scripts swap weights before each evaluation."""
 _COMPILED = "the script compiles its model, and compiled code returns nothing module by module"
 _CAST_BY_POLICY = "the policy casts the model, and averages are then not followed"
-_GONE = "no model or optimizer was seen"
 
 
 class ContractWatch:
@@ -72,6 +73,8 @@ class ContractWatch:
         """What was found of the models that are kept, each format once, before their names are known."""
         self._roots: dict[nn.Module, None] = {}
         self._optimizers: dict[Optimizer, None] = {}
+        """Those that have made updates in this training."""
+        self._num_reloads = 0
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many updates of each optimizer were seen since the start or a load."""
         self._rounding = Rounding()
@@ -100,6 +103,11 @@ class ContractWatch:
         self._remove_hook()
         self._notify(False)
 
+    @property
+    def listens(self) -> bool:
+        """Whether it is to be told what modules return and processes exchange."""
+        return self._awake and not self._heard_all
+
     def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
@@ -115,7 +123,7 @@ class ContractWatch:
         """Record that a model is about to be called: the first time, read what it is set up with."""
         if not self._awake or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if self._hook is None and not (self._compiled or self._heard_all):
+        if self._hook is None and self.listens and not self._compiled:
             if self._run.phase.compiles:
                 self._compiled = True
             else:
@@ -124,7 +132,7 @@ class ContractWatch:
         if module in self._roots:
             return
         self._roots[module] = None
-        if not self._casts_models and not self._updates:
+        if not self._casts_models and not self._optimizers:
             self._note_models([module], "set-up", ahead=True)
 
     def _begins_compiling(self) -> None:
@@ -147,7 +155,7 @@ class ContractWatch:
 
     def optimizer_created(self) -> None:
         """Record that the script creates an optimizer: after updates, one of another training, or of another part of this one."""
-        if self._updates:
+        if self._optimizers:
             self._let_go()
         self.wake()
 
@@ -196,7 +204,10 @@ class ContractWatch:
         """Record that a state was loaded: it is read now, and everything again in the next update."""
         if isinstance(target, nn.Module):
             trained = {id(p) for optimizer in self._run.objects.optimizers for p in trained_leaves(optimizer)}
-            if not self._updates or not any(id(p) in trained for p in target.parameters()):
+            if not self._optimizers or not any(id(p) in trained for p in target.parameters()):
+                return
+            self._num_reloads += 1
+            if self._num_reloads > _MOST_RELOADS:
                 return
         else:
             self._note(_loaded_into(target, state), "resume", line=running_line())
@@ -212,7 +223,7 @@ class ContractWatch:
 
     def exchanged(self, role: ContractRole, weights: Iterable[Tensor], formats: Iterable[str]) -> None:
         """Record that processes reduce gradients, or gather weights, in these formats."""
-        if self._awake and not self._heard_all:
+        if self.listens:
             line = self._backward_line if role == "reduction" else running_line()
             held = (Held(role, w, "", (one,)) for w, one in zip(weights, formats, strict=False))
             self._note(held, self._moment, line=line, ahead=True)
@@ -261,7 +272,7 @@ class ContractWatch:
     def _let_go(self) -> None:
         """Read the models and optimizers that are kept a last time, name what was found of them, and keep them no longer."""
         roots = self._known_roots()
-        if self._updates:
+        if self._optimizers:
             self._note_models(roots, "end")
             for optimizer in self._optimizers:
                 self._note(optimizer_holds(optimizer), "end", line="")
@@ -270,7 +281,7 @@ class ContractWatch:
             rounded = held._replace(formats=(f"{narrow} in {held.formats[0]}",))
             self._note([rounded], "third update", line=line, step=step)
         self._rounding = Rounding()
-        behind = {id_: owner for one in self._optimizers for id_, owner in weights_behind(one, roots).items()}
+        behind = weights_behind(dict.fromkeys((*self._optimizers, *self._run.objects.optimizers)), roots)
         waiting, self._waiting = self._waiting, {}
         for waited, moment, step, line in waiting.values():
             held = placed(waited, behind)
@@ -285,7 +296,7 @@ class ContractWatch:
                 line=line,
             )
             self._found.setdefault((one.role, one.name, held.formats), one)
-        self._roots, self._optimizers = {}, {}
+        self._roots, self._optimizers, self._names = {}, {}, TensorNames()
         self._updates.clear()
 
     def result(self, *, failed: bool) -> CheckedContract:
