@@ -348,5 +348,7 @@ def log_entry(record: AuditRecord) -> LogEntry:
     rows: list[list[Entry]] = [[f.code, f.title, f.share, " ".join(f.modules), f.fix] for f in record.findings]
     total = sum(record.flops_by_format.values()) or 1
     numbers = {f"share_of_flops/{name}": flops / total for name, flops in record.flops_by_format.items()}
+    if record.contract is not None and record.contract.file:
+        numbers["breaches"] = len(record.contract.breaches)
     table = Table(name="findings", columns=["code", "title", "share", "modules", "fix"], rows=rows)
     return run_entry(record.run, record, tags=codes_of(record.findings), numbers=numbers, tables=[table])

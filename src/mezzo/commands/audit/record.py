@@ -209,7 +209,9 @@ class AuditRecord(WholeRecord):
         flops = self.flops_by_format
         shares = [f"{count / max(sum(flops.values()), 1):.0%} {name}" for name, count in flops.items() if count]
         found = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
-        return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}"
+        broken = 0 if self.contract is None else len(self.contract.breaches)
+        kept = f"; {broken} not as {self.contract.file} expects" if self.contract is not None and broken else ""
+        return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}{kept}"
 
     @property
     def flops_by_format(self) -> dict[str, int]:
