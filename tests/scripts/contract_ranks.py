@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 role, planted = sys.argv[1], sys.argv[2] == "planted"
 dist.init_process_group("gloo")
+dist.barrier()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 model[2].register_forward_pre_hook(lambda last, args: (args[0].to(last.weight.dtype),) if role == "one_rank" else None)
@@ -37,4 +38,5 @@ for _ in range(3):
         for p in model.parameters():
             dist.all_reduce(p.grad)
     optimizer.step()
+dist.barrier()  # a process that has exchanged nothing may be ahead of the others
 dist.destroy_process_group()

@@ -120,7 +120,7 @@ EXCHANGES = {
     "gather": ("gather", [("2", "weight", "bf16", BOTH), ("2", "bias", "bf16", BOTH)]),
     "by_hand": ("reduction", []),
 }
-SLOW = ("reduction", "gather", "by_hand")
+SLOW = ("hook", "reduction", "gather", "by_hand")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in EXCHANGES])

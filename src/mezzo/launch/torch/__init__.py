@@ -26,7 +26,6 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication, refuse_join
-from mezzo.launch.torch.contract_hooks import watch_contract
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.digests import WeightsDigest
 from mezzo.launch.torch.forward import ForwardRegions
@@ -177,6 +176,8 @@ def _begin_observing(settings: AnySettings, run: TorchRun, patches: Patches) -> 
     if isinstance(settings, DiagnoseSettings):
         make_changes(settings.changes, run.objects.tree, patches)
     if isinstance(settings, AuditSettings) and settings.contract is not None:
+        from mezzo.launch.torch.contract_hooks import watch_contract
+
         watch_contract(settings.contract, run, patches)
     run.listeners.observe(lambda: observer_for(settings, run))
     _note_script_profiles(observer, patches)

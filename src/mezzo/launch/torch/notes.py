@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mezzo.devices import lacks_cuda
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
-from mezzo.observe.contracts.watch import ContractWatch
 from mezzo.observe.observer import Observer
 from mezzo.records import Note
+
+if TYPE_CHECKING:
+    from mezzo.observe.contracts.watch import ContractWatch
 
 _OWN_AMP_OFF = Note(
     what="own autocast",
@@ -81,6 +83,7 @@ class Listeners:
         self.retired: Observer | None = None
         """An observer that has seen all its steps, while the script goes on: only its record is asked for."""
         self.contract: ContractWatch | None = None
+        """The watch of the formats that a contract expects; None without one."""
         self._build: Callable[[], Observer] | None = None
 
     def observe(self, build: Callable[[], Observer]) -> None:
