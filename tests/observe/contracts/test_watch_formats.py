@@ -278,6 +278,26 @@ def test_a_weight_outside_the_model_is_no_master_of_a_weight_that_is_trained() -
     assert [name for name, *_ in by_moment(found, "weights")] == ["0.weight", "SGD.0.0"]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_state_of_gradients_that_autocast_has_rounded_is_no_rounded_state(kind: type[torch.optim.Optimizer]) -> None:
+    """Rprop keeps the last gradient, and the first momentum of SGD is one."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+        optimizer = kind(model.parameters(), lr=0.01, **({"momentum": 0.5} if kind is torch.optim.SGD else {}))  # type: ignore[call-arg]
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(8, 16)).float().square().mean()
+            loss.backward()
+            assert model[0].weight.grad is not None
+            assert torch.equal(model[0].weight.grad.bfloat16().float(), model[0].weight.grad)
+            optimizer.step()
+
+    assert {tuple(formats) for _, formats, _, _ in by_moment(checked(script), "optimizer_state")} == {("fp32",)}
+
+
 def test_a_line_that_was_not_seen_is_empty() -> None:
     def script() -> None:
         model = nn.Sequential(nn.Linear(4, 1, bias=False))

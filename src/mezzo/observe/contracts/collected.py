@@ -222,11 +222,19 @@ class TensorNames:
 class Rounding:
     """Whether values that are stored in FP32 are 16-bit numbers: two samples of a tensor, from after two updates.
 
-    Evidence are only elements that the second update has changed: each new value is then one that the update has written.
+    Evidence are only elements that the second update has changed: each new value is then one that the update has written. Elements of
+    the gradient are none: under autocast those of FP32 weights are 16-bit numbers, and some optimizers keep them.
     """
 
     def __init__(self) -> None:
         self._samples: dict[tuple[ContractRole, int | str, str], tuple[Held, list[Tensor]]] = {}
+        self._gradients: dict[int, Tensor] = {}
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        """Copy some values of the gradients that an optimizer has just used."""
+        for parameter in trained_leaves(optimizer):
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                self._gradients[id(parameter)] = _some_of(parameter.grad)
 
     def sample(self, found: Iterable[Held]) -> None:
         """Copy some values of each tensor; nothing waits for the device."""
@@ -234,9 +242,7 @@ class Rounding:
             if held.tensor is None or held.formats != (FP32.name,) or not is_readable(held.tensor):
                 continue
             owner = held.owner if isinstance(held.owner, str) else id(held.owner)
-            flat = local(held.tensor.detach()).reshape(-1)
-            some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].clone()
-            self._samples.setdefault((held.role, owner, held.key), (held, []))[1].append(some)
+            self._samples.setdefault((held.role, owner, held.key), (held, []))[1].append(_some_of(held.tensor))
 
     def found(self) -> list[tuple[Held, str]]:
         """Return the tensors whose changed values are all numbers of a 16-bit format, with its name; waits for the device."""
@@ -247,12 +253,23 @@ class Rounding:
 
     def _found(self) -> Iterator[tuple[Held, str]]:
         for held, samples in self._samples.values():
-            if len(samples) > 1 and samples[-1].shape == samples[-2].shape:
-                changed = samples[-1][(samples[-1] != samples[-2]) & (samples[-1] != 0)]
-                for narrow in (BF16, FP16):
-                    if len(changed) >= _LEAST_CHANGED and torch.equal(changed.to(narrow.dtype).to(FP32.dtype), changed):
-                        yield held, narrow.name
-                        break
+            if len(samples) < 2 or samples[-1].shape != samples[-2].shape:
+                continue
+            before, after = samples[-2:]
+            evidence = (after != before) & (after != 0)
+            gradient = self._gradients.get(id(held.owner))
+            if gradient is not None and gradient.shape == after.shape:
+                evidence &= after.abs() != gradient.abs()
+            values = after[evidence]
+            for narrow in (BF16, FP16):
+                if len(values) >= _LEAST_CHANGED and torch.equal(values.to(narrow.dtype).to(FP32.dtype), values):
+                    yield held, narrow.name
+                    break
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    flat = local(tensor.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].clone()
 
 
 class Origins:

@@ -175,6 +175,7 @@ class ContractWatch:
         self._updates[optimizer] = number = self._updates.get(optimizer, 0) + 1
         if number in _SAMPLED_UPDATES:
             self._to_sample.append(optimizer)
+            self._rounding.gradients(optimizer)
             self._sampled_at = self._num_updates(), running_line()
         if number > 1:
             return
