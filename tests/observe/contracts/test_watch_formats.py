@@ -298,6 +298,36 @@ def test_a_state_of_gradients_that_autocast_has_rounded_is_no_rounded_state(kind
     assert {tuple(formats) for _, formats, _, _ in by_moment(checked(script), "optimizer_state")} == {("fp32",)}
 
 
+def test_arguments_may_be_named() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name="weight", param=nn.Parameter(torch.ones(4)))
+            self.register_buffer(name="mean", tensor=torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight + self.mean
+
+    def script() -> None:
+        model = nn.Sequential(Own())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trains(model, optimizer, 2)
+        model.load_state_dict(state_dict=model.state_dict())
+        optimizer.load_state_dict(state_dict=optimizer.state_dict())
+        torch.save(obj={"model": model.state_dict()}, f=io.BytesIO())
+
+    found = checked(script)
+    assert {
+        (one.role, one.name): one.moment for one in found.formats if one.role in ("weights", "buffers", "checkpoints")
+    } == {
+        ("weights", "0.weight"): "set-up",
+        ("buffers", "0.mean"): "set-up",
+        ("checkpoints", "model.0.weight"): "save",
+        ("checkpoints", "model.0.mean"): "save",
+    }
+    assert all(one.line for one in found.formats if one.role in ("weights", "buffers"))
+
+
 def test_a_line_that_was_not_seen_is_empty() -> None:
     def script() -> None:
         model = nn.Sequential(nn.Linear(4, 1, bias=False))

@@ -28,6 +28,8 @@ from mezzo.observe.tensors import format_name
 
 _SHARDING = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _SAVES = {"safetensors.torch": ("save_file", "save_model"), "torch.distributed.checkpoint": ("save", "async_save")}
+_SAVED = ("obj", "tensors", "model", "state_dict")
+"""What these functions, and ``torch.save``, call their first argument."""
 _EXCHANGED = ("reduction", "gather")
 
 
@@ -67,18 +69,19 @@ def watch_contract(contract: Contract, run: TorchRun, patches: Patches) -> None:
 def _tell_of_tensors(watch: ContractWatch, patches: Patches) -> None:
     """Tell which line makes, casts or loads a model's tensors, and an optimizer's state."""
 
-    def register(original: Callable[..., Any], module: Any, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        original(module, name, tensor, *args, **kwargs)
+    def register(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            watch.origins.made(tensor)
+            for tensor in (*args, *kwargs.values()):
+                watch.origins.made(tensor)
 
     def create(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         watch.optimizer_created()
         original(optimizer, *args, **kwargs)
 
-    def load(original: Callable[..., Any], target: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(target, state, *args, **kwargs)
-        watch.loaded(target, state)
+    def load(original: Callable[..., Any], target: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(target, *args, **kwargs)
+        watch.loaded(target, args[0] if args else kwargs.get("state_dict"))
         return result
 
     patches.around(nn.Module, "register_parameter", register)
@@ -90,9 +93,9 @@ def _tell_of_tensors(watch: ContractWatch, patches: Patches) -> None:
 
 
 def _tell_of_files(watch: ContractWatch, patches: Patches) -> None:
-    def save(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-        watch.saved(value)
-        return original(value, *args, **kwargs)
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watch.saved(args[0] if args else next((kwargs[name] for name in _SAVED if name in kwargs), None))
+        return original(*args, **kwargs)
 
     def patch(package: str) -> None:
         for name in _SAVES[package]:
