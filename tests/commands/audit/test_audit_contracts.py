@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forked_processes import in_forks
+from forked_processes import in_fork, in_forks
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.records import AuditRecord, CheckedContract, read_record
@@ -75,6 +75,20 @@ def test_a_script_that_fails_keeps_its_exit_code_and_writes_no_contract(
     assert audit("--expect", "expected.toml", "--write-expect", "precision.toml", str(script), "4") == 5
     assert "precision.toml was not written, because the script failed" in capsys.readouterr().err
     assert not Path("precision.toml").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_the_script_starts_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meet").mkdir()
+    monkeypatch.setenv("MEETING", str(tmp_path / "meet"))
+    Path("precision.toml").write_text('weights = "bf16"\n[reduction]\n"*" = "fp32"\n', encoding="utf-8")
+    ended = in_fork(
+        ["audit", "--out", "out", "--expect", "precision.toml", str(SCRIPTS / "spawns.py"), "mp.spawn"], folder=tmp_path
+    )
+    assert ended.code == 1, ended.printed
+    found = contract_in(tmp_path / "out")
+    assert {(b.role, b.ranks[0], b.ranks[-1]) for b in found.breaches} == {("weights", 0, 1)}
+    assert {one.role for one in found.formats} >= {"weights", "gradients", "reduction"}
 
 
 MISTAKES = [

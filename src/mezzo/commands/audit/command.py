@@ -94,8 +94,9 @@ def _write(checked: CheckedContract | None, script: Script, path: Path) -> None:
     """Write the contract that was found, whole or not at all."""
     from mezzo.observe.contracts.contract import written
 
-    if checked is None:
-        results.note(f"{path} was not written, because the script failed")
+    if checked is None or not checked.formats:
+        why = "the script failed" if checked is None else "no tensor of a training was found"
+        results.note(f"{path} was not written, because {why}")
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(written(checked.formats, title=f"The formats of {Path(script.target).name}"), encoding="utf-8")

@@ -302,6 +302,7 @@ class ContractWatch:
 
     def result(self, *, failed: bool) -> CheckedContract:
         """Return what was found and what of it breaks the contract; of a run that ``failed``, only what was found counts."""
+        self._let_go()  # a process that the script started is asked while it is still watched
         found = list(self._found.values())
         unknown: dict[ContractRole, str] = {}
         if self._compiled:
