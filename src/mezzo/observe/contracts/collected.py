@@ -223,7 +223,7 @@ class Rounding:
     """Whether values that are stored in FP32 are 16-bit numbers: two samples of a tensor, from after two updates.
 
     Evidence are only elements that the second update has changed: each new value is then one that the update has written. Elements of
-    the gradient are none: under autocast those of FP32 weights are 16-bit numbers, and some optimizers keep them.
+    the gradient are none: under autocast a gradient of FP32 weights has 16-bit numbers, and some optimizers keep it.
     """
 
     def __init__(self) -> None:
