@@ -71,6 +71,7 @@ BUILT_IN = [
     ("RecordError", ValueError),
     ("SnapshotError", RuntimeError),
     ("GuardError", RuntimeError),
+    ("ContractError", ValueError),
     ("PolicyError", ValueError),
     ("NoKernelError", NotImplementedError),
     ("NotSavable", RuntimeError),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mezzo.engine.scaling import StaticScale as StaticScale
     from mezzo.engine.session import Session as Session
     from mezzo.engine.session_errors import PrecisionWarning as PrecisionWarning
+    from mezzo.errors import ContractError as ContractError
     from mezzo.errors import MezzoError as MezzoError
     from mezzo.errors import NonFiniteLossError as NonFiniteLossError
     from mezzo.errors import PolicyError as PolicyError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mezzo.explain import Choice as Choice
     from mezzo.measure.checkpointing.plan import checkpoint as checkpoint
     from mezzo.observe.compare_points import compare_point as compare_point
+    from mezzo.observe.contracts.expectation import expect as expect
     from mezzo.policy import Policy as Policy
     from mezzo.records import read_record as read_record
 

@@ -13,6 +13,7 @@
       SnapshotError                 exit 9   a snapshot cannot be written or read
         NotSavable                  exit 9   a script's loop holds something that a snapshot cannot
       GuardError                    exit 10  a guard ended the training because of an alarm
+      ContractError                 exit 11  a tensor is stored in another format than a contract expects
 
 Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.
 The command line prints both, without a traceback, and exits with the class's code.
@@ -115,6 +116,12 @@ class GuardError(MezzoError, RuntimeError):
     """A guard ended the training because of an alarm."""
 
     exit_code = 10
+
+
+class ContractError(MezzoError, ValueError):
+    """A tensor is stored in another format than a contract expects."""
+
+    exit_code = 11
 
 
 def nearest(name: str, allowed: Iterable[str], *, listed: Iterable[str] | None = None) -> str:

@@ -114,7 +114,17 @@ def test_an_option_after_the_script_is_found() -> None:
 NAMING = [p for p in PAGES if p.parent.name in ("docs", "design", "details", "evidence", ROOT.name) and p != OTHERS] + [
     ROOT / "CHANGELOG.md"
 ]
-YOURS = {"train.py", "policy.toml", "record.json", "report.html", "script.py", "runs", "mezzo.pt", "float8/config.py"}
+YOURS = {
+    "train.py",
+    "policy.toml",
+    "precision.toml",
+    "record.json",
+    "report.html",
+    "script.py",
+    "runs",
+    "mezzo.pt",
+    "float8/config.py",
+}
 """Files of a reader's own, and of torchao."""
 
 

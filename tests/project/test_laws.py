@@ -96,6 +96,7 @@ PINNED_EXPORTS = [
     "checkpoint",
     "AdamW",
     "Choice",
+    "ContractError",
     "DynamicScale",
     "MezzoError",
     "NoScale",
@@ -114,6 +115,7 @@ PINNED_EXPORTS = [
     "UnsupportedFormatError",
     "compare_point",
     "diagnose",
+    "expect",
     "fallback",
     "fast_path",
     "ranges",
@@ -287,7 +289,7 @@ def test_a_program_begins_at_the_end_of_its_file() -> None:
     assert defined_too_late(SOURCES) == []
 
 
-SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint values", "launch": "torch keras paddle"}
+SUBPACKAGES_APART = {"observe": "audit nonfinite ranges fallback lint values contracts", "launch": "torch keras paddle"}
 MAY_IMPORT_SUBPACKAGES = {"launch.keras": "torch"}  # Keras trains on torch, too
 
 

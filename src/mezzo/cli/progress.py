@@ -172,7 +172,8 @@ class ProgressDisplay:
         """Return the steps that the run will have: up to the last observed one, or as many as every earlier run; None if unknown."""
         observe = current.request.observe
         if observe is not None:
-            return observe.steps[-1] if observe.kind in ("audit", "ranges") else None
+            ends = observe.kind == "ranges" or (observe.kind == "audit" and observe.contract is None)
+            return observe.steps[-1] if ends else None
         total = max(self._known_steps) if len(self._known_steps) == 1 else 0
         return total if current.latest is not None and total >= current.latest.step else None
 

@@ -95,6 +95,7 @@ EXAMPLES: Mapping[str, str] = {
     "STEPS": "3,10",
     "SHARE": "0.02",
     "FOLDER": "runs/mine",
+    "FILE": "precision.toml",
     "PLAN": "full",
     "PLANS": "full,12GiB",
     "REGEX": "'acc=([0-9.]+)'",

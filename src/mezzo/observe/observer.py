@@ -31,7 +31,7 @@ from mezzo.measure.steps import StepRecorder
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.settings import StopScript
 from mezzo.policy import Policy
-from mezzo.records import AnyRecord, RunRecord
+from mezzo.records import AnyRecord, CheckedContract, RunRecord
 
 if TYPE_CHECKING:
     from mezzo.observe.tracer import InspectOperation, Tracer
@@ -179,6 +179,9 @@ class ObservedRun(Protocol):
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""
 
+    def checked_contract(self, *, failed: bool) -> CheckedContract | None:
+        """Return what was found of the contract on formats in a run that ``failed`` or not; None without one."""
+
 
 class Observer(ABC):
     """A recorder of chosen steps of a run.
@@ -187,8 +190,10 @@ class Observer(ABC):
     while the script runs, then ``close``, then ``record``. A subclass defines what happens when observation begins and ends.
     """
 
-    def __init__(self, run: ObservedRun, *, steps: Sequence[int]) -> None:
+    def __init__(self, run: ObservedRun, *, steps: Sequence[int], ends_script: bool = True) -> None:
+        """Observe ``steps`` of ``run``; ``ends_script``: end the script after the last of them."""
         self.run = run
+        self._ends_script = ends_script
         self.watched: list[int] = []
         """Numbers of the steps that were observed until they ended."""
         self.forced_eager = False
@@ -314,6 +319,11 @@ class Observer(ABC):
         """Whether the script compiles code, which hides single operations."""
         return self.run.phase.compiles
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to observe, and the script goes on."""
+        return not (self._ends_script or self._waiting) and self._observing is None
+
     def too_short(self) -> bool:
         """Return whether the script ended before its first observed step did."""
         return not self.watched
@@ -360,7 +370,7 @@ class Observer(ABC):
             self.turn(self._observing)
             return
         self._end()
-        if not self._waiting:
+        if not self._waiting and self._ends_script:
             raise StopScript
 
     def can_switch_modes(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
+from mezzo.observe.contracts.contract import Contract
 from mezzo.policy import Policy
 
 
@@ -56,6 +57,8 @@ class AuditSettings(ObserverSettings):
     kind: Literal["audit"] = "audit"
     steps: StepNumbers = (3,)
     """Numbers of the steps to observe, from 1, in ascending order."""
+    contract: Contract | None = None
+    """The formats to check until the script ends, without lines to list them only; None ends the script after the steps."""
 
 
 class RangesSettings(ObserverSettings):

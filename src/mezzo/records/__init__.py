@@ -16,13 +16,18 @@ from mezzo.lazy_names import modules_by_name, value_of
 
 if TYPE_CHECKING:
     from mezzo.commands.audit.record import AuditRecord as AuditRecord
+    from mezzo.commands.audit.record import Breach as Breach
     from mezzo.commands.audit.record import CastTotal as CastTotal
     from mezzo.commands.audit.record import Cause as Cause
+    from mezzo.commands.audit.record import CheckedContract as CheckedContract
+    from mezzo.commands.audit.record import ContractMoment as ContractMoment
+    from mezzo.commands.audit.record import ContractRole as ContractRole
     from mezzo.commands.audit.record import Kernel as Kernel
     from mezzo.commands.audit.record import Operation as Operation
     from mezzo.commands.audit.record import PassKind as PassKind
     from mezzo.commands.audit.record import Product as Product
     from mezzo.commands.audit.record import RoundTrip as RoundTrip
+    from mezzo.commands.audit.record import TensorFormat as TensorFormat
     from mezzo.commands.audit.record import WideProduct as WideProduct
     from mezzo.commands.check.record import Answer as Answer
     from mezzo.commands.check.record import CheckRecord as CheckRecord

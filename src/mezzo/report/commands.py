@@ -49,6 +49,7 @@ DROPPED: Mapping[str, str] = {
     "--out": "results go to a new folder",
     "--json": "a person types the next command",
     "--verbose": "what the next command shows is its own",
+    "--write-expect": "the contract is written",
 }
 """Options that even a repeated command leaves out, with the reason."""
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check", "diagnose", "fallback")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli import options, values
+from mezzo.cli import options, results, values
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
 
+if TYPE_CHECKING:
+    from mezzo.observe.contracts.contract import Contract
+    from mezzo.records import CheckedContract
+
 HELP = HelpPage(
     group="understand",
     says="record what ran in which format, and what to change",
     example="mezzo audit --policy bf16 train.py",
-    shown=("--policy", "--at", "--out", "--log-to", "--json", "-m"),
+    shown=("--policy", "--at", "--expect", "--write-expect", "--out", "--log-to", "--json", "-m"),
 )
 
 
@@ -32,6 +38,17 @@ def audit(
             metavar="STEPS", help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them."
         ),
     ] = "3",
+    expect: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Contract on the formats of weights, state and files. The script runs to its end; a breach is exit code 1.",
+        ),
+    ] = None,
+    write_expect: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the contract that the script keeps now. The script runs to its end."),
+    ] = None,
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
 
@@ -41,15 +58,50 @@ def audit(
     from mezzo.observe.settings import AuditSettings
 
     parsed = values.parse_policy(policy)
+    contract = _contract(script, expect, write_expect)
     record, stop = run_and_finish(
         script,
         observe_child,
         policy=parsed,
         policy_typed=options.typed_name(policy, parsed),
         name="audit",
-        observe=AuditSettings(steps=_numbers(at)),
+        observe=AuditSettings(steps=_numbers(at), contract=contract),
     )
-    raise typer.Exit(stop.exit_code or observed_exit_code(record))
+    checked = record.contract if record.kind == "audit" else None
+    if write_expect is not None:
+        _write(None if observed_exit_code(record) else checked, script, write_expect)
+    raise typer.Exit(stop.exit_code or observed_exit_code(record) or int(bool(checked and checked.breaches)))
+
+
+def _contract(script: Script, expect: Path | None, write_expect: Path | None) -> Contract | None:
+    """Return the contract to check, without lines if the formats are only listed; None if neither was asked for."""
+    from mezzo.observe.contracts.contract import Contract, read_contract
+
+    for option, path in (("--expect", expect), ("--write-expect", write_expect)):
+        if path is not None:
+            script.check_supported(option)
+    if write_expect is not None and not write_expect.absolute().parent.is_dir():
+        raise UsageError(
+            f"--write-expect {write_expect}: there is no folder {write_expect.parent}; allowed: a file in a folder that exists",
+            hint=f"type: {with_value('--write-expect', write_expect.name)}",
+        )
+    if expect is not None:
+        return read_contract(expect)
+    return None if write_expect is None else Contract()
+
+
+def _write(checked: CheckedContract | None, script: Script, path: Path) -> None:
+    """Write the contract that was found, whole or not at all."""
+    from mezzo.observe.contracts.contract import written
+
+    if checked is None or not checked.formats:
+        why = "the script failed" if checked is None else "no tensor of a training was found"
+        results.note(f"{path} was not written, because {why}")
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(written(checked.formats, title=f"The formats of {Path(script.target).name}"), encoding="utf-8")
+    os.replace(temporary, path)
+    results.note(f"wrote {path}; mezzo audit --expect {path} checks it")
 
 
 def _numbers(at: str) -> tuple[int, ...]:

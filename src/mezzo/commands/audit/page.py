@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from mezzo.records import AS_IS, AuditRecord, CastTotal, RoundTrip, WideProduct
+from mezzo.records import AS_IS, AuditRecord, Breach, CastTotal, CheckedContract, RoundTrip, TensorFormat, WideProduct
 from mezzo.records.run import WIDE_POLICIES
 from mezzo.report import formatting as fmt
 from mezzo.report import pages
@@ -32,6 +32,8 @@ _TINY = 0.01
 """Below this share of the FLOPs, mixed precision is practically unused."""
 _UNDER_AUTOCAST = ("excluded", "list", "no rule")
 """Causes of wide products that occur only under autocast."""
+_BREACHES_SHOWN = 20
+_NOT_KEPT = "Not as expected"
 _NOTHING_LOWERED = ("A101", "A108")
 """Findings that mixed precision is missing or off: the fix is a policy."""
 
@@ -59,6 +61,7 @@ def page(record: AuditRecord) -> Page:
         script=fmt.clean(record.run.script),
         answer=_answer(record, script),
         sections=[
+            *([] if record.contract is None else _contract(record.contract)),
             *(finding_section(finding, lines) for finding in record.findings),
             Charts(
                 draw=lambda source: [
@@ -90,8 +93,11 @@ def _answer(record: AuditRecord, script: str) -> Headline:
     facts.append(Fact(what="memory traffic", value=fmt.bytes_text(record.bytes), reason=traffic))
     count, failed = len(record.findings), bool(pages.error_text(record.run))
     severe = any(finding.severity == "error" for finding in record.findings)
-    if failed or not record.steps:
+    contract = record.contract
+    if failed or (not record.steps and contract is None):
         tone, word = "bad", "failed" if failed else "no step"
+    elif contract is not None and contract.file:
+        tone, word = ("bad", _breaches(contract)) if contract.breaches else ("good", "as expected")
     else:
         tone = "bad" if severe else "warn" if count else "good"
         word = fmt.plural(count, "finding") if count else "nothing found"
@@ -108,7 +114,71 @@ def _lines(record: AuditRecord) -> list[tuple[str, str]]:
     """Return the lines of code that the audit names."""
     products = [(one.line, f"{one.op} in {one.format}: {fmt.clean(one.reason)}") for one in record.wide_products]
     trips = [(one.line, f"cast and cast back: {one.formats}") for one in record.round_trips]
-    return [*lines_of([*record.findings, *record.run.findings]), *products, *trips]
+    broken = [] if record.contract is None else [one for one in record.contract.breaches if one.line]
+    formats = [(one.line, f"{_name(one)} is in {_or(one.found)}, expected {_or(one.expected)}") for one in broken]
+    return [*formats, *lines_of([*record.findings, *record.run.findings]), *products, *trips]
+
+
+def _kept(contract: CheckedContract, script: str) -> str:
+    """Return whether a script keeps its contract; empty if the formats are only listed."""
+    if not contract.file:
+        return ""
+    file, num_found = fmt.clean(PurePath(contract.file).name), len({(one.role, one.name) for one in contract.formats})
+    if not contract.breaches:
+        return f"{script} keeps {file}: {fmt.plural(num_found, 'tensor')}"
+    return f"{script} does not keep {file}: {_breaches(contract)} in {fmt.plural(num_found, 'tensor')}"
+
+
+def _breaches(contract: CheckedContract) -> str:
+    count = len(contract.breaches)
+    return f"{count} breach{'es' * (count > 1)}"
+
+
+def _contract(contract: CheckedContract) -> list[Section]:
+    """Return what breaks a contract, and which formats were found."""
+    rows = [_broken_row(one) for one in contract.breaches]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        alike.setdefault(tuple(rest), []).append(name)
+    grouped = [(_first_and_more(names), *rest) for rest, names in alike.items()]
+    heads = ("tensor", "role", "expected", "found", "when", "line")
+    roles: dict[tuple[str, str], list[TensorFormat]] = {}
+    for one in contract.formats:
+        roles.setdefault((one.role, _or(one.formats)), []).append(one)
+    found = [(role, formats, str(len(some)), fmt.clean(some[0].name)) for (role, formats), some in roles.items()]
+    return [
+        Section(title=_NOT_KEPT, blocks=[Grid(heads=heads, rows=grouped, shown=_BREACHES_SHOWN)], shown_in="terminal"),
+        Section(title=_NOT_KEPT, blocks=[Grid(heads=heads, rows=rows)], shown_in="page"),
+        Section(
+            title="Formats found",
+            blocks=[Grid(heads=("role", "format", "tensors", "first"), rows=found, numbers=(2,), shown=FEW_ROWS)],
+            details=True,
+            folded=True,
+        ),
+    ]
+
+
+def _broken_row(one: Breach) -> tuple[str, ...]:
+    ranks = f", rank {', '.join(map(str, one.ranks))}" if one.ranks else ""
+    when = "" if one.moment is None else f"{one.moment}, step {one.step}"
+    found = {"format": _or(one.found), "nothing": "nothing has this name", "unknown": f"unknown: {one.why}"}[
+        one.problem
+    ]
+    line = PurePath(one.line).name if one.line or one.problem != "format" else "not seen"
+    return _name(one), one.role, _or(one.expected), found, f"{when}{ranks}".removeprefix(", "), fmt.clean(line)
+
+
+def _first_and_more(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _name(one: Breach) -> str:
+    """Return the tensor of a breach, or the pattern that matches none."""
+    return fmt.clean(".".join(filter(None, (one.module, one.tensor))) or f'"{one.pattern}"')
+
+
+def _or(formats: Sequence[str]) -> str:
+    return " or ".join(map(fmt.clean, formats))
 
 
 def _lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
@@ -124,8 +194,9 @@ def _places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
 
 
 def _headline(record: AuditRecord, script: str) -> str:
+    contract = "" if record.contract is None else _kept(record.contract, script)
     if not record.steps:
-        return f"No step of {script} was audited"
+        return contract or f"No step of {script} was audited"
     which = f"{'step' if len(record.steps) == 1 else 'steps'} {fmt.listed([str(step) for step in record.steps])}"
     total = sum(record.flops_by_format.values())
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
@@ -133,7 +204,7 @@ def _headline(record: AuditRecord, script: str) -> str:
     policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
     nothing = f"; {policy} {record.run.no_effect}" if record.run.changed_nothing else ""
     summary = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
-    return f"{_hardly_used(record)}{summary}"
+    return f"{contract}{'. ' if contract else ''}{_hardly_used(record)}{summary}"
 
 
 def _hardly_used(record: AuditRecord) -> str:
@@ -277,5 +348,7 @@ def log_entry(record: AuditRecord) -> LogEntry:
     rows: list[list[Entry]] = [[f.code, f.title, f.share, " ".join(f.modules), f.fix] for f in record.findings]
     total = sum(record.flops_by_format.values()) or 1
     numbers = {f"share_of_flops/{name}": flops / total for name, flops in record.flops_by_format.items()}
+    if record.contract is not None and record.contract.file:
+        numbers["breaches"] = len(record.contract.breaches)
     table = Table(name="findings", columns=["code", "title", "share", "modules", "fix"], rows=rows)
     return run_entry(record.run, record, tags=codes_of(record.findings), numbers=numbers, tables=[table])

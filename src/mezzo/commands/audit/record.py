@@ -103,6 +103,82 @@ class Kernel(Value):
     """Whether a Tensor Core kernel has its name."""
 
 
+ContractRole: TypeAlias = Literal[
+    "weights",
+    "master_weights",
+    "gradients",
+    "reduction",
+    "gather",
+    "optimizer_state",
+    "ema",
+    "buffers",
+    "activations",
+    "checkpoints",
+]
+"""What a tensor is for: a table of a contract. ``reduction`` is of gradients and ``gather`` of weights, between processes."""
+ContractMoment: TypeAlias = Literal["set-up", "first update", "third update", "resume", "save", "end"]
+"""When a format was found: before the first forward pass, in an update, at a load or in the update after it, in a file, at the end."""
+
+
+class TensorFormat(Value):
+    """What one tensor is stored in; a module's results count as one tensor."""
+
+    role: ContractRole
+    module: str
+    tensor: str
+    """Its name in the module: ``weight``, ``weight.exp_avg``; empty for what the module returns."""
+    formats: list[str]
+    """Several where it changes, or has several parts."""
+    moment: ContractMoment
+    step: int
+    """The step in which it was found, from 1; of a save, a load and the end, the number of steps before it."""
+    line: str = ""
+    """The line of the script that made it so; empty if that is not known."""
+    ranks: list[int] = []
+    """The processes that have it so; empty for the only one."""
+
+    @property
+    def name(self) -> str:
+        """The whole name, which patterns are matched with."""
+        return ".".join(filter(None, (self.module, self.tensor)))
+
+
+class Breach(Value):
+    """One thing that is not as a contract expects."""
+
+    problem: Literal["format", "nothing", "unknown"]
+    """A tensor has another format, a line matches nothing, or what it matches could not be observed."""
+    role: ContractRole
+    pattern: str
+    """The line of the contract."""
+    expected: list[str]
+    """The formats that are allowed there."""
+    found: list[str] = []
+    module: str = ""
+    tensor: str = ""
+    moment: ContractMoment | None = None
+    """None where nothing was found."""
+    step: int | None = None
+    line: str = ""
+    """The line of the script that made it so; empty if that is not known."""
+    why: str = ""
+    """Why it could not be observed."""
+    of_rank: int | None = None
+    """The only process that the contract's line is for; None for all."""
+    ranks: list[int] = []
+    """The processes in which it is so; empty for the only one."""
+
+
+class CheckedContract(Value):
+    """What a contract expects, and what was found."""
+
+    file: str = ""
+    """The contract; empty if none was given, and the formats are only listed."""
+    breaches: list[Breach] = []
+    formats: list[TensorFormat] = []
+    """Every tensor that was found, once for each format that it had."""
+
+
 class AuditRecord(WholeRecord):
     """Operations, casts, products and findings of the recorded steps of a script."""
 
@@ -122,6 +198,8 @@ class AuditRecord(WholeRecord):
     kernels: list[Kernel] = []
     findings: list[Finding] = []
     """Findings on the script's own mixed precision come first; the run's record has these, too."""
+    contract: CheckedContract | None = None
+    """What ``--expect`` and ``--write-expect`` found; None without them."""
     notes: list[Note] = []
     """What could not be recorded, and why."""
 
@@ -131,7 +209,9 @@ class AuditRecord(WholeRecord):
         flops = self.flops_by_format
         shares = [f"{count / max(sum(flops.values()), 1):.0%} {name}" for name, count in flops.items() if count]
         found = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
-        return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}"
+        broken = 0 if self.contract is None else len(self.contract.breaches)
+        kept = f"; {broken} not as {self.contract.file} expects" if self.contract is not None and broken else ""
+        return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}{kept}"
 
     @property
     def flops_by_format(self) -> dict[str, int]:

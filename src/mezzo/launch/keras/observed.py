@@ -105,6 +105,9 @@ class ObservedKeras:
         finally:
             self.in_backward = before
 
+    def checked_contract(self, *, failed: bool) -> None:
+        """Return None: contracts on formats are of PyTorch scripts."""
+
     def skip(self) -> None:
         """Let the optimizer that is about to step leave its step out."""
         self.skips = True

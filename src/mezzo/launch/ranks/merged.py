@@ -12,7 +12,8 @@ from pathlib import Path, PurePath
 
 from mezzo.launch.ranks.blame import ProcessEnd
 from mezzo.launch.request import Request
-from mezzo.records import AnyRecord, AuditRecord, Finding, Note, RankRun, RunRecord, Steps
+from mezzo.observe.contracts.contract import formats_of_all_ranks, of_all_ranks
+from mezzo.records import AnyRecord, AuditRecord, CheckedContract, Finding, Note, RankRun, RunRecord, Steps
 from mezzo.records.files import file_of_rank
 
 
@@ -59,8 +60,19 @@ def merged(
         return run
     if isinstance(lead, AuditRecord):
         audits = {rank: r.findings for rank, r in records.items() if isinstance(r, AuditRecord)}
-        return lead.model_copy(update={"run": run, "findings": findings_of_all(audits)})
+        contract = _contract_of_all({rank: r.contract for rank, r in records.items() if isinstance(r, AuditRecord)})
+        return lead.model_copy(update={"run": run, "findings": findings_of_all(audits), "contract": contract})
     return lead.model_copy(update={"run": run})
+
+
+def _contract_of_all(by_rank: Mapping[int, CheckedContract | None]) -> CheckedContract | None:
+    """Return what all ranks found of a contract; None if none was checked."""
+    known = {rank: contract for rank, contract in by_rank.items() if contract is not None}
+    if not known:
+        return None
+    found = formats_of_all_ranks({rank: contract.formats for rank, contract in known.items()})
+    broken = of_all_ranks({rank: contract.breaches for rank, contract in known.items()})
+    return CheckedContract(file=next(iter(known.values())).file, breaches=broken, formats=found)
 
 
 def run_of(record: AnyRecord) -> RunRecord | None:

@@ -41,6 +41,7 @@ from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
 from mezzo.observe.settings import (
     AnySettings,
+    AuditSettings,
     DiagnoseSettings,
     FallbackSettings,
     RangesSettings,
@@ -168,11 +169,16 @@ def _begin_observing(settings: AnySettings, run: TorchRun, patches: Patches) -> 
     """Observe ``run`` until ``patches`` are undone; if the first steps turn out to be no training steps, with a new observer."""
 
     def observer() -> Observer:
-        assert run.listeners.observer is not None
-        return run.listeners.observer
+        watching = run.listeners.observer or run.listeners.retired
+        assert watching is not None
+        return watching
 
     if isinstance(settings, DiagnoseSettings):
         make_changes(settings.changes, run.objects.tree, patches)
+    if isinstance(settings, AuditSettings) and settings.contract is not None:
+        from mezzo.launch.torch.contract_hooks import watch_contract
+
+        watch_contract(settings.contract, run, patches)
     run.listeners.observe(lambda: observer_for(settings, run))
     _note_script_profiles(observer, patches)
     patches.on_undo(lambda: observer().close())
@@ -272,7 +278,7 @@ class TorchTraining:
     @property
     def observer(self) -> Observer | None:
         """The observer of the training."""
-        return self._run.listeners.observer
+        return self._run.listeners.observer or self._run.listeners.retired
 
     @property
     def has_any_loss(self) -> bool:

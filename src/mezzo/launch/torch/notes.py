@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mezzo.devices import lacks_cuda
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
 from mezzo.observe.observer import Observer
 from mezzo.records import Note
+
+if TYPE_CHECKING:
+    from mezzo.observe.contracts.watch import ContractWatch
 
 _OWN_AMP_OFF = Note(
     what="own autocast",
@@ -77,6 +80,10 @@ class Listeners:
     def __init__(self) -> None:
         self.all: list[Any] = []
         self.observer: Observer | None = None
+        self.retired: Observer | None = None
+        """An observer that has seen all its steps, while the script goes on: only its record is asked for."""
+        self.contract: ContractWatch | None = None
+        """The watch of the formats that a contract expects; None without one."""
         self._build: Callable[[], Observer] | None = None
 
     def observe(self, build: Callable[[], Observer]) -> None:
@@ -85,6 +92,17 @@ class Listeners:
         self.observer = build()
         self.all.append(self.observer)
         self.observer.start()
+
+    def check(self, contract: ContractWatch) -> None:
+        """Notify the watch of a contract from now on."""
+        self.contract = contract
+        self.all.append(contract)
+
+    def retire(self) -> None:
+        """Notify an observer of nothing more if it has seen all its steps and lets the script go on."""
+        if self.observer is not None and self.observer.over:
+            self.all.remove(self.observer)
+            self.retired, self.observer = self.observer, None
 
     def restart(self) -> None:
         """Discard the steps so far: they did not belong to the training."""

@@ -217,8 +217,10 @@ class UpdatesByHand:
                 if not self._may_be_trials():
                     raise
                 self._wants_stop = True
-        if self._wants_stop and not self._may_be_trials():
-            raise StopScript
+        if not self._may_be_trials():
+            if self._wants_stop:
+                raise StopScript
+            self._listeners.retire()
 
     def _may_be_trials(self) -> bool:
         """Return whether the steps so far may turn out to be trials once an optimizer is created."""

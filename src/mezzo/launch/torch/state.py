@@ -30,6 +30,7 @@ from mezzo.observe.lint.observer import Lint
 from mezzo.observe.observer import Update
 from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.policy import Policy
+from mezzo.records import CheckedContract
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
@@ -283,6 +284,10 @@ class TorchRun:
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``, for observers."""
         return TorchModule(policy, self.precision.device_type or "cpu")
+
+    def checked_contract(self, *, failed: bool) -> CheckedContract | None:
+        """Return what was found of the contract on formats in a run that ``failed`` or not; None without one."""
+        return None if self.listeners.contract is None else self.listeners.contract.result(failed=failed)
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

@@ -32,7 +32,7 @@ class Audit(Observer):
     """An observer that traces chosen steps of a run."""
 
     def __init__(self, settings: AuditSettings, run: ObservedRun) -> None:
-        super().__init__(run, steps=settings.steps)
+        super().__init__(run, steps=settings.steps, ends_script=settings.contract is None)
         self._marked = 0
         self._first_optimizer_at: tuple[int, int] | None = None
         """The tracer's position when the script created its first optimizer."""
@@ -120,7 +120,13 @@ class Audit(Observer):
         counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
             counted = count_formats(counted, trace.operations, step)
-        return audited.model_copy(update={"run": self.with_formats(run, counted)})
+        contract = self.run.checked_contract(failed=run.error is not None)
+        changed = {"run": self.with_formats(run, counted), "contract": contract}
+        return audited.model_copy(update=changed)
+
+    def too_short(self) -> bool:
+        """Return whether nothing was recorded; a contract is checked of any training, even if it ends before the first audited step."""
+        return self._ends_script and super().too_short()
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)

@@ -31,7 +31,7 @@ from mezzo.observe.lint.losses import UNKNOWN_LOSS, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import CheckedOperations
 from mezzo.observe.lint.optimizers import Averages, LearningRates, OptimizerStates, Statistics, check_average
-from mezzo.observe.lint.own_code import OwnCode
+from mezzo.observe.lint.own_code import AverageListener, OwnCode
 from mezzo.observe.lint.scalers import Checkpoints, Scalers
 from mezzo.observe.lint.stored_formats import StoredFormats
 from mezzo.observe.observer import ObservedRun
@@ -63,7 +63,15 @@ class Lint:
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
         self._exchanges = Exchanges(self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._exchanges, self._log)
+        self._own_code = OwnCode(
+            run,
+            self._gradients,
+            self.scalers,
+            self._averages,
+            self._exchanges,
+            self._log,
+            heard=self._average_heard,
+        )
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
@@ -77,6 +85,7 @@ class Lint:
         self._needless: tuple[int, str] | None = None
         """Step and line of the first ``step`` of a scaler that is on, which BF16 regions would not need."""
         self._statistics = Statistics(self._log)
+        self._on_average: AverageListener | None = None
         self.over = False
         """Whether only schedules and active scalers are checked from now on: other checks would slow the steps of a long run.
 
@@ -392,6 +401,9 @@ class Lint:
             check_average(self._log, average, model)
         if self.awake:
             self._averages.model_moves(average, model, self._optimizers, step=self._step)
+            line = running_line()
+            for weight, mean in zip(model.parameters(), average.parameters(), strict=False):
+                self._average_heard(weight, mean, line)
         yield
 
     @property
@@ -407,6 +419,14 @@ class Lint:
         else:
             with self._stored.loads(optimizer, state, step=self._step):
                 yield
+
+    def notify_of_averages(self, listener: AverageListener) -> None:
+        """Call ``listener`` with every weight that is found to be averaged, its average, and the line."""
+        self._on_average = listener
+
+    def _average_heard(self, weight: Tensor, average: Tensor, line: str) -> None:
+        if self._on_average is not None:
+            self._on_average(weight, average, line)
 
     def saves(self, value: Any) -> None:
         """Record that the script saves ``value`` to a file."""

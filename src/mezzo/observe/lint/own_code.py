@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.engine.casts.conversion import HALF
 from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.configured import Exchanges
 from mezzo.observe.lint.gradients import Gradients, GradientState
@@ -18,6 +20,8 @@ from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
 
+AverageListener: TypeAlias = Callable[[Tensor, Tensor, str], None]
+"""A function that is told of a weight, the tensor that it is averaged into, and the line that does so."""
 _INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 """The numbers of the inspected updates: a script may average only in every tenth."""
 
@@ -33,8 +37,10 @@ class OwnCode:
         moves: Averages,
         exchanges: Exchanges,
         log: MisuseLog,
+        *,
+        heard: AverageListener,
     ) -> None:
-        self._exchanges = exchanges
+        self._exchanges, self._heard = exchanges, heard
         self._run, self._gradients, self._scalers, self._moves, self._log = run, gradients, scalers, moves, log
         self._mode = CallMode()
         self._watched: list[tuple[Optimizer, GradientState]] = []
@@ -92,6 +98,8 @@ class OwnCode:
         self._mode.stop()
         view, self._averages_view = self._averages_view, None
         line, weight = ("", None) if view is None else view.kept()
+        for averaged_weight, average in [] if view is None else view.all_kept():
+            self._heard(averaged_weight, average, line)
         if weight is not None and not self._moved:
             step = self._run.update.recorder.num_closed + 1
             self._moves.moves_by_hand(weight, self._run.objects.optimizers, step=step, line=line)
@@ -156,8 +164,10 @@ class OwnCode:
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
-    def _averaged(self, parameter: Tensor, narrow: bool) -> None:
+    def _averaged(self, parameter: Tensor, average: Tensor, narrow: bool) -> None:
         step = self._run.update.recorder.num_closed + 1
+        if narrow == (average.dtype in HALF):  # not a 16-bit copy of an FP32 average
+            self._heard(parameter, average, running_line())
         if not self._moved:
             self._moved = True
             self._moves.moves_by_hand(parameter, self._run.objects.optimizers, step=step)

@@ -179,10 +179,10 @@ class AverageView:
 
     Args:
         parameters: the weights.
-        averaged: called with the weight whose value is mixed into another tensor, and whether that has 16 bits.
+        averaged: called with the weight whose value is mixed into another tensor, that tensor, and whether the average has 16 bits.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor, bool], None]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor, Tensor, bool], None]) -> None:
         addressable = [p for p in parameters if _address(p)]
         self._parameters = {_address(p): p for p in addressable}
         self._parts = {_part(p): p for p in addressable}
@@ -196,6 +196,11 @@ class AverageView:
         line, source = self._first_mixed
         mixed = (s.mixed and not s.half for s in self._derived.values())
         return (line, source.parameter) if any(mixed) else ("", None)
+
+    def all_kept(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the averages in new FP32 tensors that the script has kept, each with its weight."""
+        mixed = ((average, source) for average, source in self._derived.items() if source.mixed and not source.half)
+        return [(source.parameter, average) for average, source in mixed if source.parameter is not None]
 
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Inspect one finished call."""
@@ -231,7 +236,7 @@ class AverageView:
             return
         if target.dtype in HALF or in_place:
             assert of_weights[0].parameter is not None
-            self._averaged(of_weights[0].parameter, target.dtype in HALF)
+            self._averaged(of_weights[0].parameter, target, target.dtype in HALF)
         else:
             half = any(source.half for source in sources)
             self._derived[target] = source = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
@@ -242,10 +247,8 @@ class AverageView:
         """Detect an average that is computed in FP32 but stored between updates: by a copy, or as a cast to 16 bits."""
         if not source.mixed or source.parameter is None:
             return
-        if source.half and target.dtype in HALF:
-            self._averaged(source.parameter, True)
-        elif copied and not source.half:
-            self._averaged(source.parameter, False)
+        if (source.half and target.dtype in HALF) or (copied and not source.half):
+            self._averaged(source.parameter, target, source.half)
 
     def _source(self, tensor: Tensor) -> _Source:
         parameter = self._parts.get(_part(tensor), self._parameters.get(_address(tensor)))

@@ -27,7 +27,7 @@ from mezzo.observe.compare_points import listen
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, TracingObserver
 from mezzo.observe.replay import at_least
-from mezzo.observe.settings import StopScript, ValuesSettings
+from mezzo.observe.settings import ValuesSettings
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.values.fingerprints import dense
 from mezzo.observe.values.log import LEAVES, Event, Floats, ValuesLog
@@ -42,7 +42,7 @@ class RecordedValues(TracingObserver):
     """An observer of every value."""
 
     def __init__(self, settings: ValuesSettings, run: ObservedRun) -> None:
-        super().__init__(run, steps=settings.steps)
+        super().__init__(run, steps=settings.steps, ends_script=settings.ends_script)
         self._settings = settings
         self._tracer: ValuesTracer | None = None
         self._ends: list[int] = []
@@ -123,14 +123,6 @@ class RecordedValues(TracingObserver):
             self._ends.append(self._marked)
         if self._ends:
             self._tracer.keep(self._ends[-1])
-
-    def step_closed(self, num_steps: int) -> None:
-        """Record that a step is over; end the script after the last one, if it is to end."""
-        try:
-            super().step_closed(num_steps)
-        except StopScript:
-            if self._settings.ends_script:
-                raise
 
     def close(self) -> None:
         """Stop observing, wherever the script ended."""
