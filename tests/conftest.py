@@ -88,9 +88,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def _interpreter_as_it_was() -> Iterator[None]:
-    """Restore what outlives a test: a process group's hook for tracebacks, a training's handler of SIGTERM."""
+    """Restore what outlives a test: a process group's hook for tracebacks, a training's handler of SIGTERM, Accelerate's precision."""
     handlers = [signal.getsignal(number) for number in _STOPPING]
     yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
     sys.excepthook = _EXCEPTHOOK
     for number, handler in zip(_STOPPING, handlers, strict=True):
         signal.signal(number, handler)

@@ -367,9 +367,7 @@ def flag_of_the_arguments():
 def model_not_prepared():
     """huggingface/diffusers/pull/1562: configured: Accelerator(mixed_precision=...); got: no speed-up, the model was not prepared."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = net(torch.tanh, width=32)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))

@@ -1402,9 +1402,7 @@ def region_in_other_steps():
 
 def prepared():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     net, opt = accelerator.prepare(model, optimizer)
     for batch in batches[:STEPS]:

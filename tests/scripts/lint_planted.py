@@ -1135,9 +1135,7 @@ def region_around_nothing():
 
 def not_prepared():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")  # A630
     for batch in batches[:STEPS]:
         optimizer.zero_grad()
@@ -1252,9 +1250,7 @@ def scaled_by_hand_and_by_a_scaler():
 
 def scaled_by_accelerate_too():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     net, opt = accelerator.prepare(model, optimizer)
