@@ -79,7 +79,20 @@ COMMANDS: Mapping[str, str] = {
 }
 """Words that people try as commands, and the command that does it, with an option where it needs one."""
 
-LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "diff", "ranges", "fallback")
+LIKELY = (
+    "run",
+    "compare",
+    "check",
+    "predict",
+    "tune",
+    "watch",
+    "audit",
+    "diagnose",
+    "diff",
+    "ranges",
+    "fallback",
+    "gate",
+)
 """The commands that an option without a command is tried with, in this order."""
 
 
@@ -95,6 +108,7 @@ EXAMPLES: Mapping[str, str] = {
     "STEPS": "3,10",
     "SHARE": "0.02",
     "FOLDER": "runs/mine",
+    "FILE": "golden.json",
     "PLAN": "full",
     "PLANS": "full,12GiB",
     "REGEX": "'acc=([0-9.]+)'",
