@@ -95,7 +95,7 @@ def gate(
     with stoppable() as stop:
         try:
             with shown(), runs.opened(os.environ):
-                record = _accepted(runs, golden, before) if accept or before is None else _gated(runs, golden, before)
+                record = accepted(runs, golden, before) if accept or before is None else gated(runs, golden, before)
         except Stopped as stopped:
             results.note(f"{stopped}; the records of its runs are in {folder}, and no verdict")
             raise typer.Exit(stopped.exit_code) from None
@@ -156,7 +156,7 @@ def _arguments(script: Script) -> list[str]:
     return [*map(readable, hidden(script.arguments or ()))]
 
 
-def _accepted(runs: GateRuns, path: Path, before: Golden | None) -> GateRecord:
+def accepted(runs: GateRuns, path: Path, before: Golden | None) -> GateRecord:
     """Write a new golden; return what changed."""
     from mezzo.commands.gate.golden import (
         GOLDEN_VERSION,
@@ -192,7 +192,7 @@ def _accepted(runs: GateRuns, path: Path, before: Golden | None) -> GateRecord:
     return _record(runs, path, before, [one], accepts=True)
 
 
-def _gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
+def gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
     """Run the script as often as needed, and judge it."""
     from mezzo.commands.gate.judge import FIRST_RUNS, MORE_RUNS
 
@@ -205,7 +205,7 @@ def _gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
             audits.append(runs.audit(seeds[1]))
         first = _judged(runs, golden)
         if first.wants_more and not any(_seen(golden, audits)[:1]):
-            results.note(f"{' and '.join(first.doubtful)} in doubt: {len(more)} more runs decide")
+            results.note(f"{' and '.join(first.doubtful)} in doubt: up to {len(more)} more runs decide")
             runs.train(more)
     return _record(runs, path, golden, audits, accepts=False)
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mezzo.commands.compare.pairing import final, last_metric, losses_of
+from mezzo.commands.compare.trends import not_finite
 from mezzo.commands.gate.judge import other_parts
 from mezzo.errors import HOW_TO_UPDATE, ScriptError, UsageError
 from mezzo.formats import FORMATS
@@ -105,11 +106,16 @@ def run_summary(run: RunRecord, *, step_time: float | None) -> GoldenRun:
     return GoldenRun(
         seed=run.seed or 0,
         num_steps=len(run.steps),
-        losses={name: final(values) for name, values in losses_of(run).items()},
+        losses={name: _end(values) for name, values in losses_of(run).items()},
         metric=last_metric(run),
         memory_bytes=run.memory.cuda_allocated_bytes or run.memory.total_bytes,
         step_time=None if step_time is None else float(f"{step_time:.4g}"),
     )
+
+
+def _end(losses: Sequence[float]) -> float:
+    """Return the level at which a loss ended; NaN if it ends in values that are not finite."""
+    return math.nan if not_finite(losses, name="") else final(losses)
 
 
 def machine_of(run: RunRecord) -> dict[str, str]:
@@ -148,7 +154,7 @@ def check_runs(runs: Sequence[RunRecord]) -> None:
         ScriptError: one failed, made no step, or ended at a loss that is not finite.
     """
     for run in runs:
-        bad = [name for name, values in losses_of(run).items() if not math.isfinite(final(values))]
+        bad = [name for name, values in losses_of(run).items() if not math.isfinite(_end(values))]
         if why := run.error or ("it recorded no training step" if not len(run.steps) else ""):
             raise ScriptError(
                 f"no golden was written: the run with seed {run.seed} failed: {why}",

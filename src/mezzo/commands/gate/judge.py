@@ -33,7 +33,7 @@ FAMILY_ERROR = 0.01
 """The share of gates on unchanged scripts that may fail."""
 _NUMBERS_ERROR = FAMILY_ERROR / 2
 """What all losses, metrics and sizes share; the other half is for times."""
-_DOUBTFUL_ERROR, _CERTAIN_ERROR = 0.1, 1e-6
+_DOUBTFUL_ERROR, _CERTAIN_ERROR = 0.1, 1e-4
 """Of one test: below the first a number is doubtful, below the second no further run is needed."""
 _SHARE_OF_SPREAD = 0.5
 _ROUNDING_SHARE = 1e-3
@@ -276,7 +276,6 @@ def _time_check(golden: Golden, runs: Sequence[GoldenRun], machine: Mapping[str,
             now=now[0],
             margin=share * before[0],
             unit=golden.timed_in,
-            reason="the fastest run of each side",
         ),
         slow,
     )

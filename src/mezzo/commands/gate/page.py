@@ -144,10 +144,11 @@ def _reason(check: GateCheck) -> str:
 
 
 def _reading(record: GateRecord) -> list[Paragraph]:
-    if not any(check.unit == "reference" for check in record.checks):
+    units = {check.unit for check in record.checks if check.name == "speed" and check.status != "left out"}
+    if not units:
         return []
-    text = "Speed: CPU time of a step over the CPU time of a reference workload that ran beside it."
-    return [Paragraph(text=text, faint=True)]
+    times = "GPU time of a step" if "ms" in units else "CPU time of a step, in times of a reference workload beside it"
+    return [Paragraph(text=f"Speed: {times}, in the fastest run of each side.", faint=True)]
 
 
 def _formats(record: GateRecord) -> Grid:
