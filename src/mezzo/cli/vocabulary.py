@@ -19,7 +19,6 @@ COUNTERPARTS: Mapping[str, str] = {
 OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--amp": (("--policy", "fp16"),),
     "--amp-level": (("--policy",), ("--policies",)),
-    "--baseline": (("--policies",),),
     "--fp16": (("--policy", "fp16"),),
     "--bf16": (("--policy", "bf16"),),
     "--half": (("--policy", "fp16"),),
@@ -109,6 +108,7 @@ EXAMPLES: Mapping[str, str] = {
     "SHARE": "0.02",
     "FOLDER": "runs/mine",
     "FILE": "golden.json",
+    "RECORD": "record.json",
     "PLAN": "full",
     "PLANS": "full,12GiB",
     "REGEX": "'acc=([0-9.]+)'",

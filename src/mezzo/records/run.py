@@ -309,6 +309,8 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     request_sha256: str = ""
     """Digest of the request: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
+    kept: bool = False
+    """Whether an earlier command made it, and a comparison used it again as its baseline."""
     placement: Placement | None = None
     """None for a run that had the machine to itself."""
     started_at_s: float | None = None
