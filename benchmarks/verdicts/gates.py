@@ -1,7 +1,7 @@
 """How often does ``mezzo gate`` fail an unchanged script, and how often does it find what was planted?
 
 Two parts. Simulated: losses and metrics of a known distribution are judged, with and without pairs. Real: trainings of a small script
-on this machine, with three other processes that come and go, each gate with runs of its own. Planted are a loss moved by two standard
+on this machine, with other processes that come and go, each gate with runs of its own. Planted are a loss moved by two standard
 deviations of the golden's, 3% more memory, one module in FP32, and 25% more CPU time in every step.
 """
 
@@ -124,41 +124,36 @@ def real(
         return GateRuns(script=script, policy=None, policy_typed="", metric=None, folder=folder, study=study)
 
     path, first = folder / "golden.json", runs([])
-    rates = []
     with first.opened(os.environ):
         accepted(first, path, None)
         golden = read_golden(path, accept="")
         losses = [run.losses["loss"] for run in golden.runs]
         num_bytes = golden.runs[0].memory_bytes or 0
         plants = {
-            "unchanged: failed": ((), "", unchanged),
-            "loss moved by 2 standard deviations: found": (
-                ("--add", str(MOVED * statistics.stdev(losses))),
-                "loss",
-                planted,
-            ),
-            "3% more memory: found": (("--pad", str(round(0.03 * num_bytes / 16))), "memory", planted),
-            "one module in FP32: found": (("--own-format",), "formats", planted),
-            "25% more CPU time: found": (("--slower", "0.25"), "speed", planted),
+            "unchanged: failed": ((), ""),
+            "loss moved by 2 standard deviations: found": (("--add", str(MOVED * statistics.stdev(losses))), "loss"),
+            "3% more memory: found": (("--pad", str(round(0.03 * num_bytes / 16))), "memory"),
+            "one module in FP32: found": (("--own-format",), "formats"),
+            "25% more CPU time: found": (("--slower", "0.25"), "speed"),
         }
-        for what, (words, name, num) in plants.items():
-            found, names, total = 0, list[str](), 0
-            for _ in range(num):
-                gate = replace(runs(words), clock=first.clock, records=[], summaries=[])
-                record = gated(gate, path, golden)
-                failed = [check.name for check in record.failed]
-                found += name in failed if name else bool(failed)
-                names, total = [*names, *failed], total + len(record.runs)
-            rate = Rate(
-                what=f"{' '.join(arguments) or 'seeded'}, {what}",
-                share=found / num,
-                num=num,
-                most=None if name else MOST_FALSE,
-                least=LEAST_FOUND if name else None,
-            )
-            say(f"{rate.what}: {rate.text}; {total / num:.1f} runs a gate; checks that failed: {sorted(names)}")
-            rates.append(rate)
-    return rates
+        found: dict[str, list[bool]] = {what: [] for what in plants}
+        for number in range(max(unchanged, planted)):
+            for what, (words, name) in plants.items():
+                if number < (planted if name else unchanged):
+                    gate = replace(runs(words), clock=first.clock, records=[], summaries=[])
+                    failed = [check.name for check in gated(gate, path, golden).failed]
+                    found[what].append(name in failed if name else bool(failed))
+                    say(f"{number}: {what}: {', '.join(failed) or 'nothing'}, {len(gate.records)} runs")
+    return [
+        Rate(
+            what=f"{' '.join(arguments) or 'seeded'}, {what}",
+            share=statistics.fmean(found[what]),
+            num=len(found[what]),
+            most=None if name else MOST_FALSE,
+            least=LEAST_FOUND if name else None,
+        )
+        for what, (_, name) in plants.items()
+    ]
 
 
 def main(words: list[str]) -> None:
@@ -166,7 +161,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--simulated", type=int, default=4000, help="simulated gates of each kind")
     parser.add_argument("--unchanged", type=int, default=200, help="real gates on the unchanged script")
     parser.add_argument("--planted", type=int, default=60, help="real gates of each planted change")
-    parser.add_argument("--load", type=int, default=3, help="other processes")
+    parser.add_argument("--load", type=int, default=2, help="other processes")
     args = parser.parse_args(words)
     found = simulated(args.simulated)
     for arguments, unchanged in (((), args.unchanged), (("--unseeded",), args.planted)):

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--add", type=float, default=0.0, help="added to the loss")
     parser.add_argument("--pad", type=int, default=0, help="elements of one more parameter")
     parser.add_argument("--own-format", action="store_true", help="one module outside autocast")

@@ -11,6 +11,9 @@ PassKind: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimiz
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
 
 
+_MOST_LINES = 3
+
+
 class Operation(Value):
     """All operations of one kind in one module and phase."""
 
@@ -132,6 +135,20 @@ class AuditRecord(WholeRecord):
         shares = [f"{count / max(sum(flops.values()), 1):.0%} {name}" for name, count in flops.items() if count]
         found = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
         return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}"
+
+    @property
+    def located_findings(self) -> list[Finding]:
+        """The findings; one without lines has those of its modules' products and casts, as far as they are known."""
+        lines: dict[str, dict[str, None]] = {}
+        named: list[WideProduct | RoundTrip | CastTotal] = [*self.wide_products, *self.round_trips, *self.casts]
+        for one in named:
+            if one.line:
+                lines.setdefault(one.module, {})[one.line] = None
+        known = [[line for module in found.modules for line in lines.get(module, ())] for found in self.findings]
+        return [
+            found if found.lines else found.model_copy(update={"lines": places[:_MOST_LINES]})
+            for found, places in zip(self.findings, known, strict=True)
+        ]
 
     @property
     def flops_by_format(self) -> dict[str, int]:

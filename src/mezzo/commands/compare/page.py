@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Literal
 
 from mezzo.commands.predict import page as predict
 from mezzo.commands.run import page as run_page
@@ -32,6 +33,7 @@ from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.pages import difference_facts
 from mezzo.report.sections import (
     Block,
+    Case,
     Cell,
     Charts,
     Fact,
@@ -92,10 +94,17 @@ def page(record: CompareRecord) -> Page:
             ),
             Section(title="Every run", blocks=[_runs(record.runs)], shown_in="page", folded=True),
         ],
+        cases=[_case(row) for row in record.rows if row.verdict != "baseline"],
         steps=best_first(_next(record)),
         environment=pages.environment_facts(record.environment, framework=framework_of(record)),
         command=pages.command_text(record.command, record.environment),
     )
+
+
+def _case(row: Row) -> Case:
+    good: dict[str, Literal["passed", "left out"]] = {"equivalent": "passed", "undecided": "left out"}
+    message = fmt.clean(f"{row.verdict.replace('_', ' ')}: {row.reason}")
+    return Case(name=fmt.clean(row.policy_shown), outcome=good.get(row.verdict, "failed"), message=message)
 
 
 def _answer(record: CompareRecord) -> Headline:

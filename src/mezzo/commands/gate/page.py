@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import Literal
 
 from mezzo.records import GateCheck, GateRecord, GateStatus
 from mezzo.report import formatting as fmt
@@ -11,6 +12,7 @@ from mezzo.report import pages
 from mezzo.report.commands import ScriptCommands, best_first
 from mezzo.report.log_entries import LogEntry, Table, TableValue, codes_of, plain_entry
 from mezzo.report.sections import (
+    Case,
     Cell,
     Fact,
     Grid,
@@ -62,9 +64,22 @@ def page(record: GateRecord) -> Page:
             facts_section("What else differs", pages.facts(record.notes)),
             SourceCode(run=record.runs[0], lines=pages.lines_of(new)),
         ],
+        cases=[*map(_case, record.checks), *pages.cases_of(new)],
         steps=best_first(_next(record)),
         environment=pages.environment_facts(record.environment, framework=record.runs[0].framework),
         command=pages.command_text(record.command, record.environment),
+    )
+
+
+def _case(check: GateCheck) -> Case:
+    outcomes: dict[GateStatus, Literal["failed", "left out"]] = {"failed": "failed", "left out": "left out"}
+    numbers = (
+        f"{_value(check, check.golden)} in the golden, {_value(check, check.now)} now" if check.now is not None else ""
+    )
+    return Case(
+        name=fmt.clean(check.name),
+        outcome=outcomes.get(check.status, "passed"),
+        message="; ".join(filter(None, [numbers, _reason(check)])),
     )
 
 

@@ -157,7 +157,7 @@ class GateRuns:
             run = record if isinstance(record, RunRecord) else getattr(record, "run", None)
             why = f": {run.error}" if run is not None and run.error else ""
             return Audited({}, [], f"the audit recorded no step{why}")
-        return Audited(formats_of(record), record.findings)
+        return Audited(formats_of(record), record.located_findings)
 
     def _request(self, seed: int, *, observe: AuditSettings | None = None, name: str = "") -> Request:
         name = name or f"seed{seed}"
