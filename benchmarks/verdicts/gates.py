@@ -91,8 +91,8 @@ def _fails(rng: np.random.Generator, draw: Draw, *, own_share: float, moved: flo
         runs=[run(seed, 0.0) for seed in seeds[:GOLDEN_RUNS]],
     )
     runs = [run(seed, moved) for seed in seeds[:FIRST_RUNS]]
-    if judge(golden, runs, machine={}).wants_more:
-        runs += [run(seed, moved) for seed in seeds[FIRST_RUNS : FIRST_RUNS + MORE_RUNS]]
+    while len(runs) < FIRST_RUNS + MORE_RUNS and judge(golden, runs, machine={}).wants_more:
+        runs += [run(seed, moved) for seed in seeds[len(runs) : len(runs) + FIRST_RUNS]]
     failed = {check.name for check in judge(golden, runs, machine={}).checks if check.status == "failed"}
     return bool(failed & ({"loss"} if moved else {"loss", "metric"}))
 
@@ -137,9 +137,9 @@ def real(
             "25% more CPU time: found": (("--slower", "0.25"), "speed"),
         }
         found: dict[str, list[bool]] = {what: [] for what in plants}
-        for number in range(max(unchanged, planted)):
+        for number in range(planted):
             for what, (words, name) in plants.items():
-                if number < (planted if name else unchanged):
+                for _ in range(1 if name else unchanged // planted):
                     gate = replace(runs(words), clock=first.clock, records=[], summaries=[])
                     failed = [check.name for check in gated(gate, path, golden).failed]
                     found[what].append(name in failed if name else bool(failed))

@@ -189,7 +189,7 @@ def accepted(runs: GateRuns, path: Path, before: Golden | None) -> GateRecord:
         findings=modules_by_code([*one.findings, *other.findings]),
     )
     write_golden(golden, path)
-    return _record(runs, path, before, [one], accepts=True)
+    return _record(runs, path, before, [one], accepts=True, decided=True)
 
 
 def gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
@@ -199,15 +199,18 @@ def gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
     seeds = [run.seed for run in golden.runs]
     more = [*seeds[FIRST_RUNS:], *range(max(seeds) + 1, max(seeds) + 1 + MORE_RUNS)][:MORE_RUNS]
     runs.train(seeds[:FIRST_RUNS])
-    audits = [runs.audit(seeds[0])]
+    audits, decided = [runs.audit(seeds[0])], True
     if len(runs.summaries) == len(runs.records):
-        if _differs(golden, audits[0]):  # what a second run does not show was chance
+        if _fails(golden, audits):  # what a second run does not show was chance
             audits.append(runs.audit(seeds[1]))
-        first = _judged(runs, golden)
-        if first.wants_more and not any(_seen(golden, audits)[:1]):
-            results.note(f"{' and '.join(first.doubtful)} in doubt: up to {len(more)} more runs decide")
-            runs.train(more)
-    return _record(runs, path, golden, audits, accepts=False)
+        decided = not _fails(golden, audits)
+        while decided and more and (judged := _judged(runs, golden)).doubtful:
+            decided = judged.wants_more
+            if decided:
+                results.note(f"{' and '.join(judged.doubtful)} in doubt: up to {len(more)} more runs decide")
+                runs.train(more[:FIRST_RUNS])
+                more = more[FIRST_RUNS:]
+    return _record(runs, path, golden, audits, accepts=False, decided=decided)
 
 
 def _judged(runs: GateRuns, golden: Golden) -> GateJudgement:
@@ -236,13 +239,14 @@ def _seen(golden: Golden, audits: Sequence[Audited]) -> tuple[list[FormatChange]
     ]
 
 
-def _differs(golden: Golden, audited: Audited) -> bool:
-    changes, codes = _seen(golden, [audited])
+def _fails(golden: Golden, audits: Sequence[Audited]) -> bool:
+    """Return whether formats changed or a finding is new."""
+    changes, codes = _seen(golden, audits)
     return bool(changes) or any(code not in golden.findings for code in codes)
 
 
 def _record(
-    runs: GateRuns, path: Path, golden: Golden | None, audits: Sequence[Audited], *, accepts: bool
+    runs: GateRuns, path: Path, golden: Golden | None, audits: Sequence[Audited], *, accepts: bool, decided: bool
 ) -> GateRecord:
     """Return the record: each run against the golden, which is the earlier one if a new one was accepted."""
     from mezzo.commands.gate.golden import differences, machine_of, module_notes
@@ -260,9 +264,10 @@ def _record(
         checks = [GateCheck(name="runs", status="failed", reason=f"with seed {failed.seed}: {why}")]
     elif golden is not None:
         changes, codes = _seen(golden, audits)
+        judged = _judged(runs, golden)
         why_not = next((one.why_not for one in audits if one.why_not), "")
         checks = [
-            *_judged(runs, golden).checks,
+            *(judged.checks if decided else judged.undecided()),
             formats_check(golden, changes, why_not=why_not),
             findings_check(golden, codes, why_not=why_not),
         ]

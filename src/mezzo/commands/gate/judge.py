@@ -11,8 +11,8 @@ Each test gets half of the error (Bonferroni). All numbers of a gate share an er
 larger than the margin: half of the golden's own standard deviation, and never less than a thousandth, which rounding on another machine
 may cause.
 
-Without pairs, five runs against ten cannot find a shift of two standard deviations at that error. So if a number is doubtful, three times
-as many runs follow, and the test over all runs decides. A first round that can only acquit does not raise the share of false alarms.
+Without pairs, five runs against ten cannot find a shift of two standard deviations at that error. So while a number is doubtful, five more
+runs follow, up to 15, and the test over all runs decides. Rounds that can only acquit do not raise the share of false alarms.
 
 What disturbs a time only makes it longer, so times are compared by the fastest run of each side.
 """
@@ -40,7 +40,7 @@ _ROUNDING_SHARE = 1e-3
 _MEMORY_SHARE, TIME_SHARE = 0.01, 0.12
 """The least margins of memory and of time. The second is half-way to the 25% that a gate must find, on a scale of ratios."""
 FIRST_RUNS, MORE_RUNS = 5, 15
-"""The runs of a gate, and how many follow if a number is doubtful."""
+"""The runs of a round, and how many follow the first one while a number is doubtful."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,14 @@ class GateJudgement:
         """Whether more runs could change the answer: not if something else has failed for certain."""
         failed = {check.name for check in self.checks if check.status == "failed"}
         return bool(self.doubtful) and failed <= set(self.doubtful)
+
+    def undecided(self) -> list[GateCheck]:
+        """Return the checks if no further run follows: what is in doubt has not failed."""
+        why = "in doubt, and not decided, because something else has failed"
+        return [
+            check.model_copy(update={"status": "left out", "reason": why}) if check.name in self.doubtful else check
+            for check in self.checks
+        ]
 
 
 def judge(
