@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,24 +18,6 @@ if TYPE_CHECKING:
     from mezzo.records import CompareRecord
 
 _FIXTURE, _FLAG = "mezzo_compare", "--mezzo"
-Training: TypeAlias = "str | Path | Callable[[], Any]"
-
-
-class MezzoCompare(Protocol):
-    """The function that the fixture ``mezzo_compare`` returns."""
-
-    def __call__(
-        self,
-        training: Training,
-        arguments: Sequence[str] = (),
-        *,
-        policies: str = "fp32,bf16",
-        seeds: int = 3,
-        margin: float = 0.02,
-        metric: str | None = None,
-        fail_on: str = "not_equivalent",
-    ) -> CompareRecord:
-        """Train under each policy, and fail the test if one gets a verdict of ``fail_on``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,15 +36,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def mezzo_compare(tmp_path: Path) -> MezzoCompare:
+def mezzo_compare(tmp_path: Path) -> Callable[..., CompareRecord]:
     """Return a function that compares a training across policies, as ``mezzo compare`` does, and fails the test by its verdicts.
 
     The training is the path of a script, with its arguments, or a function of a test's file that trains and takes no arguments. Both
-    run in processes of their own. The record is returned; that and its page are in the test's ``tmp_path``.
+    run in processes of their own. ``policies``, ``seeds``, ``margin``, ``metric`` and ``fail_on`` are the command's options. The record
+    is returned; its file and its page are in the test's ``tmp_path``.
     """
 
     def compare(
-        training: Training,
+        training: str | Path | Callable[[], Any],
         arguments: Sequence[str] = (),
         *,
         policies: str = "fp32,bf16",

@@ -19,7 +19,7 @@ from mezzo.records import AnyRecord, Finding
 from mezzo.records.files import write_whole
 from mezzo.report import formatting as fmt
 from mezzo.report.pages import command_name, page_of
-from mezzo.report.sections import Case, Cell, Code, Fact, FactTable, Grid, Page, Paragraph, Section
+from mezzo.report.sections import Cell, Code, Fact, FactTable, Grid, JudgedCase, Page, Paragraph, Section
 from mezzo.version import VERSION
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -79,14 +79,14 @@ def junit(record: AnyRecord) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + _valid(ElementTree.tostring(root, encoding="unicode")) + "\n"
 
 
-def _case_of(page: Page, name: str) -> Case:
+def _case_of(page: Page, name: str) -> JudgedCase:
     """Return the answer of a page as a case."""
     outcome = {"bad": "failed", "open": "left out"}.get(page.answer.tone, "passed")
     message = " ".join(filter(None, [page.answer.sentence, page.answer.detail, page.answer.error]))
-    return Case(name=name, outcome=outcome, message=message)  # type: ignore[arg-type]
+    return JudgedCase(name=name, outcome=outcome, message=message)  # type: ignore[arg-type]
 
 
-def _with_line(case: Case, file: str, line: int) -> str:
+def _with_line(case: JudgedCase, file: str, line: int) -> str:
     return f"{file}:{line}: {case.message}" if file and line else case.message
 
 

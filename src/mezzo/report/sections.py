@@ -225,7 +225,7 @@ class SourceCode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class JudgedCase:
     """One thing that a record judges, as a report of tests shows it."""
 
     name: str
@@ -245,7 +245,7 @@ class Page:
     steps: Sequence[NextStep] = ()
     """What to do next, the best first."""
     environment: Sequence[Fact] = ()
-    cases: Sequence[Case] = ()
+    cases: Sequence[JudgedCase] = ()
     """What it judges one by one; empty if that is the answer alone."""
     script: str = ""
     """The script or model; empty without one."""

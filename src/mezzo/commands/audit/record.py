@@ -138,7 +138,7 @@ class AuditRecord(WholeRecord):
 
     @property
     def located_findings(self) -> list[Finding]:
-        """The findings; one without lines has those of its modules' products and casts, as far as they are known."""
+        """The findings; one without lines has the lines of its modules' products and casts, if they are known."""
         lines: dict[str, dict[str, None]] = {}
         named: list[WideProduct | RoundTrip | CastTotal] = [*self.wide_products, *self.round_trips, *self.casts]
         for one in named:

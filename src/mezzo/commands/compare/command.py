@@ -126,7 +126,7 @@ def compare(
     To continue a comparison that was stopped, type the same command with the same --out; --resume FOLDER also repeats runs that failed, and
     accepts more seeds or policies.
 
-    With --baseline, the baseline's runs are those of an earlier comparison; their policy need not be in --policies.
+    With --baseline, an earlier comparison has the baseline's runs; their policy need not be in --policies.
 
     Exit code 1 if a policy gets a verdict that --fail-on lists.
 

@@ -33,7 +33,6 @@ from mezzo.report.log_entries import TableValue as Entry
 from mezzo.report.pages import difference_facts
 from mezzo.report.sections import (
     Block,
-    Case,
     Cell,
     Charts,
     Fact,
@@ -42,6 +41,7 @@ from mezzo.report.sections import (
     FormatShares,
     Grid,
     Headline,
+    JudgedCase,
     NextStep,
     Page,
     Paragraph,
@@ -101,10 +101,10 @@ def page(record: CompareRecord) -> Page:
     )
 
 
-def _case(row: Row) -> Case:
+def _case(row: Row) -> JudgedCase:
     good: dict[str, Literal["passed", "left out"]] = {"equivalent": "passed", "undecided": "left out"}
     message = fmt.clean(f"{row.verdict.replace('_', ' ')}: {row.reason}")
-    return Case(name=fmt.clean(row.policy_shown), outcome=good.get(row.verdict, "failed"), message=message)
+    return JudgedCase(name=fmt.clean(row.policy_shown), outcome=good.get(row.verdict, "failed"), message=message)
 
 
 def _answer(record: CompareRecord) -> Headline:

@@ -23,7 +23,7 @@ from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.commands.gate.judge import GateJudgement
-    from mezzo.commands.gate.runs import Audited, GateRuns
+    from mezzo.commands.gate.runs import GateRuns, StepAudit
     from mezzo.records import FormatChange, GateRecord, Golden, Note
 
 HELP = HelpPage(
@@ -226,7 +226,7 @@ def _judged(runs: GateRuns, golden: Golden) -> GateJudgement:
     return judge(golden, runs.summaries, worse=worse, step=step, machine=machine_of(runs.records[0]))
 
 
-def _seen(golden: Golden, audits: Sequence[Audited]) -> tuple[list[FormatChange], list[str]]:
+def _seen(golden: Golden, audits: Sequence[StepAudit]) -> tuple[list[FormatChange], list[str]]:
     """Return the formats that changed and the codes of now, as far as all audits agree on what is new."""
     from mezzo.commands.gate.judge import format_changes
 
@@ -239,14 +239,14 @@ def _seen(golden: Golden, audits: Sequence[Audited]) -> tuple[list[FormatChange]
     ]
 
 
-def _fails(golden: Golden, audits: Sequence[Audited]) -> bool:
+def _fails(golden: Golden, audits: Sequence[StepAudit]) -> bool:
     """Return whether formats changed or a finding is new."""
     changes, codes = _seen(golden, audits)
     return bool(changes) or any(code not in golden.findings for code in codes)
 
 
 def _record(
-    runs: GateRuns, path: Path, golden: Golden | None, audits: Sequence[Audited], *, accepts: bool, decided: bool
+    runs: GateRuns, path: Path, golden: Golden | None, audits: Sequence[StepAudit], *, accepts: bool, decided: bool
 ) -> GateRecord:
     """Return the record: each run against the golden, which is the earlier one if a new one was accepted."""
     from mezzo.commands.gate.golden import differences, machine_of, module_notes

@@ -12,11 +12,11 @@ from mezzo.report import pages
 from mezzo.report.commands import ScriptCommands, best_first
 from mezzo.report.log_entries import LogEntry, Table, TableValue, codes_of, plain_entry
 from mezzo.report.sections import (
-    Case,
     Cell,
     Fact,
     Grid,
     Headline,
+    JudgedCase,
     NextStep,
     Page,
     Paragraph,
@@ -46,17 +46,18 @@ def page(record: GateRecord) -> Page:
     """Return what ``record`` says."""
     sentence = _sentence(record)
     new = [finding for finding in record.findings if finding.code in record.new_findings]
+    answer = Headline(
+        tone=_TONES[record.verdict],
+        word=record.verdict,
+        sentence=sentence,
+        detail=_detail(record),
+        error=pages.first_error_and_hint(record.runs),
+        facts=_facts(record),
+    )
     return Page(
+        answer=answer,
         title=sentence,
         script=fmt.clean(record.script),
-        answer=Headline(
-            tone=_TONES[record.verdict],
-            word=record.verdict,
-            sentence=sentence,
-            detail=_detail(record),
-            error=pages.first_error_and_hint(record.runs),
-            facts=_facts(record),
-        ),
         sections=[
             Section(title=_title(record), blocks=[_checks(record), *_reading(record)]),
             Section(title="Formats that changed", blocks=[_formats(record)]),
@@ -71,12 +72,12 @@ def page(record: GateRecord) -> Page:
     )
 
 
-def _case(check: GateCheck) -> Case:
+def _case(check: GateCheck) -> JudgedCase:
     outcomes: dict[GateStatus, Literal["failed", "left out"]] = {"failed": "failed", "left out": "left out"}
     numbers = (
         f"{_value(check, check.golden)} in the golden, {_value(check, check.now)} now" if check.now is not None else ""
     )
-    return Case(
+    return JudgedCase(
         name=fmt.clean(check.name),
         outcome=outcomes.get(check.status, "passed"),
         message="; ".join(filter(None, [numbers, _reason(check)])),

@@ -26,7 +26,6 @@ from mezzo.studies.loop import Study, named_arguments
 
 _WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """How the threads of a run wait: asleep. Threads that spin while another process has their core would multiply the CPU time."""
-_COLD_STEPS = 3
 _QUIET = 0.05
 """The quantile of steps and of reference workloads that counts: what disturbs them makes them longer, so the shortest are undisturbed."""
 _AUDITED_STEP = 3
@@ -86,11 +85,11 @@ def step_time(run: RunRecord, clock: ReferenceClock) -> tuple[float | None, Gate
     """Return the time of a step and its unit: GPU milliseconds, or CPU time over the reference workload's."""
     if run.environment.device == "cuda":
         return quiet(run.steps.warm_ms), "ms"
-    own, beside = quiet(run.steps.cpu_ms[max(_COLD_STEPS, len(run.steps) // 10) :]), clock.during(run)
+    own, beside = quiet(run.steps.warm_cpu_ms), clock.during(run)
     return (own / beside if own and beside else None), "reference"
 
 
-class Audited(NamedTuple):
+class StepAudit(NamedTuple):
     """What an audit of one step showed."""
 
     formats: ModuleFormats
@@ -145,19 +144,19 @@ class GateRuns:
         steps = [run.num_steps for run in self.summaries]
         self.audited_step = min([_AUDITED_STEP, *steps])
 
-    def audit(self, seed: int) -> Audited:
+    def audit(self, seed: int) -> StepAudit:
         """Return the formats of the modules in one step and the findings; empty, with the reason, if they cannot be recorded."""
         kind = self.script.kind
         refused = refusal("mezzo audit", stage_of(self.script.target, kind=kind), target=self.script.target)
         if refused is not None:
-            return Audited({}, [], refused.message)
+            return StepAudit({}, [], refused.message)
         settings = AuditSettings(steps=(self.audited_step,))
         record = self.study.record(self._request(seed, observe=settings, name=f"audit-seed{seed}"))
         if not isinstance(record, AuditRecord) or not record.steps:
             run = record if isinstance(record, RunRecord) else getattr(record, "run", None)
             why = f": {run.error}" if run is not None and run.error else ""
-            return Audited({}, [], f"the audit recorded no step{why}")
-        return Audited(formats_of(record), record.located_findings)
+            return StepAudit({}, [], f"the audit recorded no step{why}")
+        return StepAudit(formats_of(record), record.located_findings)
 
     def _request(self, seed: int, *, observe: AuditSettings | None = None, name: str = "") -> Request:
         name = name or f"seed{seed}"
