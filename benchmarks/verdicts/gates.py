@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,10 +52,10 @@ def _standard_lognormal(rng: np.random.Generator) -> float:
     return (float(np.exp(LOGNORMAL_SIGMA * rng.standard_normal())) - float(np.exp(squared / 2))) / spread
 
 
-def simulated(num: int) -> list[Rate]:
+def simulated(num: int, draws: Mapping[str, Draw] = DRAWS) -> list[Rate]:
     """Return the rates of simulated gates: pairs that are alike but for a little noise, and runs that have nothing in common."""
     rates = []
-    for name, draw in DRAWS.items():
+    for name, draw in draws.items():
         for what, own_share in (("paired, noise of 0.2", 0.2), ("no pairs", 1.0)):
             for metric in (False, True):
                 title = f"{what}, {name}{', and a metric' if metric else ''}"

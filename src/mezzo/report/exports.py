@@ -59,7 +59,7 @@ def junit(record: AnyRecord) -> str:
         "tests": str(len(cases)),
         "failures": str(sum(case.outcome == "failed" for case in cases)),
         "errors": "0",
-        "skipped": str(sum(case.outcome == "left out" for case in cases)),
+        "skipped": str(sum(case.outcome == "skipped" for case in cases)),
     }
     root = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": name, **counts, "time": f"{_seconds(record):.3f}"})
@@ -73,7 +73,7 @@ def junit(record: AnyRecord) -> str:
         )
         if case.outcome == "failed":
             ElementTree.SubElement(element, "failure", {"message": case.message}).text = _with_line(case, file, line)
-        elif case.outcome == "left out":
+        elif case.outcome == "skipped":
             ElementTree.SubElement(element, "skipped", {"message": case.message})
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + _valid(ElementTree.tostring(root, encoding="unicode")) + "\n"
@@ -81,7 +81,7 @@ def junit(record: AnyRecord) -> str:
 
 def _case_of(page: Page, name: str) -> JudgedCase:
     """Return the answer of a page as a case."""
-    outcome = {"bad": "failed", "open": "left out"}.get(page.answer.tone, "passed")
+    outcome = {"bad": "failed", "open": "skipped"}.get(page.answer.tone, "passed")
     message = " ".join(filter(None, [page.answer.sentence, page.answer.detail, page.answer.error]))
     return JudgedCase(name=name, outcome=outcome, message=message)  # type: ignore[arg-type]
 

@@ -280,7 +280,7 @@ def cases_of(findings: Iterable[Finding]) -> list[JudgedCase]:
     return [
         JudgedCase(
             name=f"{one.code} {fmt.clean(one.title)}",
-            outcome="left out" if one.severity == "info" else "failed",
+            outcome="skipped" if one.severity == "info" else "failed",
             message=fmt.clean(f"{one.detail}. Fix: {one.fix}"),
             line=next(iter(one.lines), ""),
         )

@@ -229,7 +229,7 @@ class JudgedCase:
     """One thing that a record judges, as a report of tests shows it."""
 
     name: str
-    outcome: Literal["passed", "failed", "left out"]
+    outcome: Literal["passed", "failed", "skipped"]
     message: str = ""
     line: str = ""
     """The line of code that it is about, as ``file:line``."""

@@ -102,7 +102,7 @@ def page(record: CompareRecord) -> Page:
 
 
 def _case(row: Row) -> JudgedCase:
-    good: dict[str, Literal["passed", "left out"]] = {"equivalent": "passed", "undecided": "left out"}
+    good: dict[str, Literal["passed", "skipped"]] = {"equivalent": "passed", "undecided": "skipped"}
     message = fmt.clean(f"{row.verdict.replace('_', ' ')}: {row.reason}")
     return JudgedCase(name=fmt.clean(row.policy_shown), outcome=good.get(row.verdict, "failed"), message=message)
 

@@ -144,7 +144,7 @@ class GateJudgement:
         """Return the checks if no further run follows: what is in doubt has not failed."""
         why = "in doubt, and not decided, because something else has failed"
         return [
-            check.model_copy(update={"status": "left out", "reason": why}) if check.name in self.doubtful else check
+            check.model_copy(update={"status": "not compared", "reason": why}) if check.name in self.doubtful else check
             for check in self.checks
         ]
 
@@ -167,12 +167,12 @@ def judge(
     doubtful, error = [], _NUMBERS_ERROR / max(1, sum(one.may_be_noise for one in numbers))
     for one in numbers:
         if why := _left_out(one, golden, machine):
-            checks.append(GateCheck(name=one.name, status="left out", reason=why))
+            checks.append(GateCheck(name=one.name, status="not compared", reason=why))
             continue
         check, is_doubtful = one.check(error=error)
         checks.append(check)
         doubtful += [one.name] if is_doubtful else []
-    checks += [GateCheck(name=name, status="left out", reason=why) for name, why in _missing(golden, runs)]
+    checks += [GateCheck(name=name, status="not compared", reason=why) for name, why in _missing(golden, runs)]
     timed, slow = _time_check(golden, runs, machine)
     return GateJudgement(checks=[*checks, timed], doubtful=doubtful + ([timed.name] if slow else []))
 
@@ -268,10 +268,12 @@ def other_parts(before: Mapping[str, str], now: Mapping[str, str], names: Sequen
 def _time_check(golden: Golden, runs: Sequence[GoldenRun], machine: Mapping[str, str]) -> tuple[GateCheck, bool]:
     """Return the check of the time of a step, and whether more runs could find it as fast as the golden's."""
     if other := other_parts(golden.machine, machine, PLACES["speed"]):
-        return GateCheck(name="speed", status="left out", reason=f"the golden is of another {other[0]}"), False
+        return GateCheck(name="speed", status="not compared", reason=f"the golden is of another {other[0]}"), False
     before, now = (sorted(run.step_time for run in side if run.step_time) for side in (golden.runs, runs))
     if len(before) < 2 or not now:
-        return GateCheck(name="speed", status="left out", reason="no time of a step was measured on both sides"), False
+        return GateCheck(
+            name="speed", status="not compared", reason="no time of a step was measured on both sides"
+        ), False
     share = max(TIME_SHARE, before[1] / before[0] - 1.0)
     ratio = now[0] / before[0]
     slow = ratio > 1.0 + share
@@ -306,7 +308,7 @@ def format_changes(golden: Golden, now: ModuleFormats) -> list[FormatChange]:
 def formats_check(golden: Golden, changes: Sequence[FormatChange], *, why_not: str) -> GateCheck:
     """Return the check of the formats; ``why_not`` says why there are none, and is empty if there are."""
     if why_not or golden.audited_step is None:
-        return GateCheck(name="formats", status="left out", reason=why_not or "the golden has none")
+        return GateCheck(name="formats", status="not compared", reason=why_not or "the golden has none")
     if not changes:
         return GateCheck(name="formats", status="same")
     modules = list(dict.fromkeys(change.module for change in changes))
@@ -321,7 +323,7 @@ def formats_check(golden: Golden, changes: Sequence[FormatChange], *, why_not: s
 def findings_check(golden: Golden, codes: Sequence[str], *, why_not: str) -> GateCheck:
     """Return the check of the findings, given the codes of now."""
     if why_not or golden.audited_step is None:
-        return GateCheck(name="findings", status="left out", reason=why_not or "the golden has none")
+        return GateCheck(name="findings", status="not compared", reason=why_not or "the golden has none")
     new = [code for code in codes if code not in golden.findings]
     gone = [code for code in golden.findings if code not in codes]
     status: GateStatus = "failed" if new else "better" if gone else "same"

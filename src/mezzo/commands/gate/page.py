@@ -31,14 +31,14 @@ _TONE_OF_STATUS: dict[GateStatus, str] = {
     "inside": "good",
     "better": "good",
     "failed": "bad",
-    "left out": "open",
+    "not compared": "open",
 }
 _WORDS: dict[GateStatus, str] = {
     "same": "same",
     "inside": "inside the margin",
     "better": "better",
     "failed": "worse",
-    "left out": "not compared",
+    "not compared": "not compared",
 }
 
 
@@ -73,7 +73,7 @@ def page(record: GateRecord) -> Page:
 
 
 def _case(check: GateCheck) -> JudgedCase:
-    outcomes: dict[GateStatus, Literal["failed", "left out"]] = {"failed": "failed", "left out": "left out"}
+    outcomes: dict[GateStatus, Literal["failed", "skipped"]] = {"failed": "failed", "not compared": "skipped"}
     numbers = (
         f"{_value(check, check.golden)} in the golden, {_value(check, check.now)} now" if check.now is not None else ""
     )
@@ -97,7 +97,7 @@ def _sentence(record: GateRecord) -> str:
 def _detail(record: GateRecord) -> str:
     """Return the first reason why it failed, or what was not compared."""
     reasons = [f"{fmt.clean(check.name)}: {_reason(check)}." for check in record.failed if check.reason]
-    left = [fmt.clean(check.name) for check in record.checks if check.status == "left out"]
+    left = [fmt.clean(check.name) for check in record.checks if check.status == "not compared"]
     return reasons[0] if reasons else f"Not compared: {fmt.listed(left)}." if left else ""
 
 
@@ -106,7 +106,7 @@ def _title(record: GateRecord) -> str:
 
 
 def _facts(record: GateRecord) -> list[Fact]:
-    compared = [check for check in record.checks if check.status != "left out"]
+    compared = [check for check in record.checks if check.status != "not compared"]
     facts = [Fact(what="checks", value=str(len(compared)))] if record.checks else []
     return [*facts, Fact(what="runs", value=str(len(record.runs))), Fact(what="policy", value=fmt.clean(record.policy))]
 
@@ -160,7 +160,7 @@ def _reason(check: GateCheck) -> str:
 
 
 def _reading(record: GateRecord) -> list[Paragraph]:
-    units = {check.unit for check in record.checks if check.name == "speed" and check.status != "left out"}
+    units = {check.unit for check in record.checks if check.name == "speed" and check.status != "not compared"}
     if not units:
         return []
     times = "GPU time of a step" if "ms" in units else "CPU time of a step, in times of a reference workload beside it"

@@ -9,7 +9,7 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import Environment, Finding, Note, Value, WholeRecord
 
 GateVerdict: TypeAlias = Literal["passed", "regressed", "accepted"]
-GateStatus: TypeAlias = Literal["same", "inside", "better", "failed", "left out"]
+GateStatus: TypeAlias = Literal["same", "inside", "better", "failed", "not compared"]
 GateUnit: TypeAlias = Literal["", "bytes", "ms", "reference"]
 """Of a check's numbers: ``reference`` is the CPU time of a step over the CPU time of a fixed workload that ran beside it."""
 ModuleFormats: TypeAlias = dict[str, dict[str, list[str]]]

@@ -16,8 +16,8 @@ import numpy as np
 from mezzo.cli.script import Script
 from mezzo.commands.compare.command import run_all
 from mezzo.commands.gate.golden import formats_of, run_summary
+from mezzo.launch import runner
 from mezzo.launch.request import Request
-from mezzo.launch.runner import shared_imports
 from mezzo.launch.support import refusal, stage_of
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import Policy
@@ -126,7 +126,7 @@ class GateRuns:
     def opened(self, variables: Mapping[str, str]) -> Iterator[None]:
         """Let the runs inside share their imports, with threads that wait asleep unless ``variables`` say how; measure beside them."""
         waiting = {name: value for name, value in _WAITING.items() if name not in variables}
-        with shared_imports(variables=waiting), self.clock.running():
+        with runner.shared_imports(variables=waiting), self.clock.running():
             yield
 
     def train(self, seeds: Sequence[int]) -> None:
