@@ -19,7 +19,16 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        return self.last(torch.relu(self.first(inputs)))
+
+
+model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(12):
     inputs = torch.randn(16, 8)
@@ -33,25 +42,23 @@ print(f"acc={1 - loss.item() / 4:.3f}")
 CHANGES = {
     "nothing": ("", ""),
     "loss": ("argmax(1))", "argmax(1)) + 1.0"),
-    "memory": ("nn.Linear(16, 4))", "nn.Linear(16, 4)); model.extra = nn.Parameter(torch.zeros(40))"),
-    "formats": ("model(inputs)", "model[2](model[:2](inputs).float()) if 0 else model[1:](in_fp32(inputs))"),
+    "memory": ("nn.Linear(16, 4)\n", "nn.Linear(16, 4)\n        self.extra = nn.Parameter(torch.zeros(40))\n"),
+    "formats": (
+        "        return self.last(torch.relu(self.first(inputs)))",
+        "        with torch.autocast('cpu', enabled=False):\n            hidden = self.first(inputs)\n"
+        "        return self.last(torch.relu(hidden))",
+    ),
     "steps": ("range(12)", "range(11)"),
     "runs": ("print(", "1 / 0; print("),
 }
-IN_FP32 = """
-def in_fp32(inputs):
-    with torch.autocast("cpu", enabled=False):
-        return model[0](inputs)
-
-"""
 
 
 def write(folder: Path, change: str = "nothing") -> str:
     """Write the script with a change; return its path."""
     old, new = CHANGES[change]
-    text = TRAIN.replace(old, new) if old else TRAIN
+    assert old in TRAIN
     path = folder / "train.py"
-    path.write_text(text.replace("for _ in", IN_FP32 + "for _ in") if "in_fp32" in new else text)
+    path.write_text(TRAIN.replace(old, new, 1) if old else TRAIN)
     return str(path)
 
 
@@ -83,7 +90,7 @@ def test_a_golden_is_small_sorted_and_names_no_folder(accepted: Path) -> None:
     assert list(data) == sorted(data)
     assert [run["seed"] for run in data["runs"]] == [*range(10)]
     assert all(run["num_steps"] == 12 and 0 < run["metric"] < 1 for run in data["runs"])
-    assert data["formats"]["0"]["forward"] == ["bf16"]
+    assert data["formats"]["first"]["forward"] == ["bf16"]
     assert data["audited_step"] == 3
     record = record_at(accepted / "out" / "record.json", GateRecord)
     assert (record.verdict, record.checks, len(record.runs)) == ("accepted", [], 10)
@@ -106,7 +113,7 @@ def test_each_planted_change_is_found(golden: Path, change: str) -> None:
         same = {check.name: check.status for check in record.checks if check.name != "speed"}
         assert same == dict.fromkeys(("steps", "loss", "metric", "memory", "formats", "findings"), "same")
     if change == "formats":
-        assert {(one.module, one.phase) for one in record.format_changes} >= {("0", "forward")}
+        assert {(one.module, one.phase) for one in record.format_changes} >= {("first", "forward")}
         assert record.new_findings != []
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.verdicts.gates import DRAWS, simulated
 from scipy import stats
 
-from benchmarks.verdicts.gates import DRAWS, simulated
 from mezzo.commands.gate.judge import (
     WatchedNumber,
     findings_check,
