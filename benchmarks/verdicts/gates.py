@@ -27,7 +27,7 @@ from mezzo.commands.gate.command import accepted, gated
 from mezzo.commands.gate.golden import read_golden
 from mezzo.commands.gate.judge import FIRST_RUNS, MORE_RUNS, judge
 from mezzo.commands.gate.runs import GateRuns
-from mezzo.records import Golden, GoldenRun
+from mezzo.records import GateRecord, Golden, GoldenRun
 from mezzo.studies.loop import Finished, Study
 from mezzo.studies.side_by_side import one_after_another
 
@@ -140,10 +140,13 @@ def real(
         for number in range(planted):
             for what, (words, name) in plants.items():
                 for _ in range(1 if name else unchanged // planted):
-                    gate = replace(runs(words), clock=first.clock, records=[], summaries=[])
-                    failed = [check.name for check in gated(gate, path, golden).failed]
+                    gate = replace(runs(words), clock=first.clock, records=[])
+                    record = gated(gate, path, golden)
+                    failed = [check.name for check in record.failed]
                     found[what].append(name in failed if name else bool(failed))
-                    say(f"{number}: {what}: {', '.join(failed) or 'nothing'}, {len(gate.records)} runs")
+                    say(
+                        f"{number}: {what}: {', '.join(failed) or 'nothing'}, {len(gate.records)} runs, {_speed(record)}"
+                    )
     return [
         Rate(
             what=f"{' '.join(arguments) or 'seeded'}, {what}",
@@ -154,6 +157,13 @@ def real(
         )
         for what, (_, name) in plants.items()
     ]
+
+
+def _speed(record: GateRecord) -> str:
+    check = next((one for one in record.checks if one.name == "speed"), None)
+    return (
+        f"{check.now / check.golden:.3f} times the golden's step" if check and check.now and check.golden else "no time"
+    )
 
 
 def main(words: list[str]) -> None:

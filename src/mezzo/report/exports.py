@@ -18,7 +18,7 @@ from mezzo.errors import UsageError
 from mezzo.records import AnyRecord, Finding
 from mezzo.records.files import write_whole
 from mezzo.report import formatting as fmt
-from mezzo.report.pages import command_name, page_of
+from mezzo.report.pages import cases_of, command_name, page_of
 from mezzo.report.sections import Cell, Code, Fact, FactTable, Grid, JudgedCase, Page, Paragraph, Section
 from mezzo.version import VERSION
 
@@ -54,7 +54,7 @@ def export(record: AnyRecord, path: Path) -> None:
 def junit(record: AnyRecord) -> str:
     """Return a record as JUnit XML: a test case for each thing that it judges."""
     page, name = page_of(record), f"mezzo {command_name(record)}"
-    cases = page.cases or [_case_of(page, name)]
+    cases = page.cases or [_case_of(page, name), *cases_of(_findings(record))]
     counts = {
         "tests": str(len(cases)),
         "failures": str(sum(case.outcome == "failed" for case in cases)),
@@ -81,7 +81,7 @@ def junit(record: AnyRecord) -> str:
 
 def _case_of(page: Page, name: str) -> JudgedCase:
     """Return the answer of a page as a case."""
-    outcome = {"bad": "failed", "open": "skipped"}.get(page.answer.tone, "passed")
+    outcome = {"bad": "failed", "warn": "failed", "open": "skipped"}.get(page.answer.tone, "passed")
     message = " ".join(filter(None, [page.answer.sentence, page.answer.detail, page.answer.error]))
     return JudgedCase(name=name, outcome=outcome, message=message)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Children, children_in_this_process
 from helpers_values import record_at
 from mezzo.cli import main
 from mezzo.records import GateRecord
@@ -169,6 +169,17 @@ def test_a_missing_golden_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert "cannot read the golden file" in said
     assert "to make one, type: mezzo gate --accept --golden" in said
+
+
+def test_a_gate_that_is_stopped_has_no_verdict(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(golden)
+    with children_in_this_process(before_each=Children(interrupt_at=3)):
+        code = main(
+            ["gate", "--golden", str(golden / "golden.json"), "--out", str(golden / "out"), script, "--lr", "1"]
+        )
+    assert code == 130
+    assert "and no verdict" in capsys.readouterr().err
+    assert not (golden / "out" / "record.json").exists()
 
 
 def test_no_golden_is_made_of_runs_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,7 @@ def gated(runs: GateRuns, path: Path, golden: Golden) -> GateRecord:
     more = [*seeds[FIRST_RUNS:], *range(max(seeds) + 1, max(seeds) + 1 + MORE_RUNS)][:MORE_RUNS]
     runs.train(seeds[:FIRST_RUNS])
     audits, decided = [runs.audit(seeds[0])], True
-    if len(runs.summaries) == len(runs.records):
+    if len(runs.good) == len(runs.records):
         if _fails(golden, audits):  # what a second run does not show was chance
             audits.append(runs.audit(seeds[1]))
         decided = not _fails(golden, audits)

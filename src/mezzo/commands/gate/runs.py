@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mezzo.children.signals import stoppable
 from mezzo.cli.script import Script
 from mezzo.commands.compare.command import run_all
 from mezzo.commands.gate.golden import formats_of, run_summary
@@ -69,24 +70,16 @@ class ReferenceClock:
             self._over.set()
             self._thread.join()
 
-    def during(self, run: RunRecord) -> float | None:
-        """Return the milliseconds of an undisturbed workload during a run; None without one."""
-        began_s = run.started_at_s or math.inf
-        return quiet([ms for at_s, ms in self._marks if began_s <= at_s <= began_s + run.duration_s])
+    def during(self, runs: Sequence[RunRecord]) -> float | None:
+        """Return the milliseconds of an undisturbed workload beside some runs; None without one."""
+        spans = [(run.started_at_s, run.started_at_s + run.duration_s) for run in runs if run.started_at_s is not None]
+        return quiet([ms for at_s, ms in self._marks if any(begin <= at_s <= end for begin, end in spans)])
 
 
 def quiet(times: Sequence[float]) -> float | None:
     """Return the time of an undisturbed repetition; None of none."""
     known = [one for one in times if math.isfinite(one) and one > 0]
     return float(np.quantile(known, _QUIET)) if known else None
-
-
-def step_time(run: RunRecord, clock: ReferenceClock) -> tuple[float | None, GateUnit]:
-    """Return the time of a step and its unit: GPU milliseconds, or CPU time over the reference workload's."""
-    if run.environment.device == "cuda":
-        return quiet(run.steps.warm_ms), "ms"
-    own, beside = quiet(run.steps.warm_cpu_ms), clock.during(run)
-    return (own / beside if own and beside else None), "reference"
 
 
 class StepAudit(NamedTuple):
@@ -113,9 +106,7 @@ class GateRuns:
     study: Study
     clock: ReferenceClock = field(default_factory=ReferenceClock)
     records: list[RunRecord] = field(default_factory=list)
-    summaries: list[GoldenRun] = field(default_factory=list)
     audited_step: int = _AUDITED_STEP
-    timed_in: GateUnit = "reference"
 
     @property
     def script_sha256(self) -> str:
@@ -135,14 +126,32 @@ class GateRuns:
         Raises:
             Stopped: a signal has stopped the command.
         """
-        runs = run_all([self._request(seed) for seed in seeds], timeout_s=None, study=self.study)
-        for run in runs:
-            self.records.append(run)
-            if run.error is None and len(run.steps):
-                took, self.timed_in = step_time(run, self.clock)
-                self.summaries.append(run_summary(run, step_time=took))
-        steps = [run.num_steps for run in self.summaries]
-        self.audited_step = min([_AUDITED_STEP, *steps])
+        with stoppable() as stop:
+            self.records += run_all([self._request(seed) for seed in seeds], timeout_s=None, study=self.study)
+            stop.check()
+        self.audited_step = min([_AUDITED_STEP, *(len(run.steps) for run in self.good)])
+
+    @property
+    def good(self) -> list[RunRecord]:
+        """The runs that trained to their end."""
+        return [run for run in self.records if run.error is None and len(run.steps)]
+
+    @property
+    def timed_in(self) -> GateUnit:
+        """The unit of a step's time."""
+        return "ms" if any(run.environment.device == "cuda" for run in self.good) else "reference"
+
+    @property
+    def summaries(self) -> list[GoldenRun]:
+        """What counts of the good runs. The time of a step is GPU time, or CPU time over the reference workload's beside all runs."""
+        if self.timed_in == "ms":
+            return [run_summary(run, step_time=quiet(run.steps.warm_ms)) for run in self.good]
+        beside = self.clock.during(self.good)
+        own = [quiet(run.steps.warm_cpu_ms) for run in self.good]
+        return [
+            run_summary(run, step_time=ms / beside if ms and beside else None)
+            for run, ms in zip(self.good, own, strict=True)
+        ]
 
     def audit(self, seed: int) -> StepAudit:
         """Return the formats of the modules in one step and the findings; empty, with the reason, if they cannot be recorded."""
