@@ -433,6 +433,7 @@ def gate_record(**fields: object) -> GateRecord:
         "golden_file": "golden.json",
         "verdict": "regressed",
         "policy": "as-is",
+        "against": None,
         "checks": [
             GateCheck(name="steps", status="same", golden=20.0, now=20.0),
             GateCheck(name="loss", status="failed", golden=1.18, now=1.6, margin=0.02, error=2e-5),

@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.last(torch.relu(hidden))
 
 
-def main() -> None:
+def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--add", type=float, default=0.0, help="added to the loss")
@@ -55,4 +55,4 @@ def main() -> None:
             pass
 
 
-main()
+train()

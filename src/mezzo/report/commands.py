@@ -32,7 +32,7 @@ FLAGS = frozenset(
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
-    "--metric": ("run", "compare", "check"),
+    "--metric": ("run", "compare", "check", "gate"),
     "--checkpoint": ("run", "compare"),
     "--seeds": ("compare", "check"),
     "--jobs": ("compare", "check", "fallback", "tune"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from mezzo.cli import options, results, values
 from mezzo.cli.progress import shown
 from mezzo.cli.script import Script, finished_before
 from mezzo.cli.shown_help import HelpPage
-from mezzo.cli.words import typed
+from mezzo.cli.words import with_flag
 from mezzo.errors import UsageError
 from mezzo.readable import readable
 from mezzo.secrets import hidden
@@ -103,12 +102,6 @@ def gate(
     raise typer.Exit(stop.exit_code or (_REGRESSED if record.verdict == "regressed" else 0))
 
 
-def _accepting() -> str:
-    """Return the command as typed that accepts what it finds."""
-    words = [word for word in typed() if word != _ACCEPT]
-    return shlex.join([*words[:2], _ACCEPT, *words[2:]])
-
-
 def _golden_before(path: Path, *, accept: bool) -> Golden | None:
     """Return the golden in the file; None if there is none yet and one is to be written.
 
@@ -124,7 +117,7 @@ def _golden_before(path: Path, *, accept: bool) -> Golden | None:
         )
     if accept and not path.exists():
         return None
-    return read_golden(path, accept=_accepting())
+    return read_golden(path, accept=with_flag(_ACCEPT))
 
 
 def _check_same(golden: Golden, script: Script, *, policy: str, metric: str) -> None:
@@ -143,7 +136,7 @@ def _check_same(golden: Golden, script: Script, *, policy: str, metric: str) -> 
         if then != now:
             raise UsageError(
                 f"{name} {now or 'none'!r}, and the golden file was accepted with {then or 'none'!r}; allowed: the golden's",
-                hint=f"to accept the change, type: {_accepting()}",
+                hint=f"to accept the change, type: {with_flag(_ACCEPT)}",
             )
 
 
@@ -282,6 +275,7 @@ def _record(
         golden_file=readable(str(path)),
         verdict="accepted" if accepts else "regressed" if regressed else "passed",
         policy=policy_text(runs.policy),
+        against=golden,
         checks=checks,
         format_changes=changes,
         findings=audits[0].findings,

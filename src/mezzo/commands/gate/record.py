@@ -87,6 +87,8 @@ class GateRecord(WholeRecord):
     """As typed."""
     verdict: GateVerdict
     policy: str
+    against: Golden | None
+    """What it was compared with; None if the first golden was accepted."""
     checks: list[GateCheck]
     """Empty if the first golden was accepted."""
     format_changes: list[FormatChange] = []
