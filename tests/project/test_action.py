@@ -130,6 +130,14 @@ def test_a_command_without_a_record_says_so(tmp_path: Path) -> None:
     assert code == 2
 
 
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    """The command would write beside it, and the summary would be of an older record."""
+    (tmp_path / "mezzo-results").mkdir()
+    (tmp_path / "log").touch()
+    typed, summary, _, code = run_steps(tmp_path, install="", command="gate train.py")
+    assert (typed, summary, code) == ([], "", 2)
+
+
 def test_what_a_person_typed_is_no_shell_code(tmp_path: Path) -> None:
     typed, *_ = run_steps(
         tmp_path, code=2, install="", command='run train.py "$(touch hacked)" `touch hacked`;touch hacked'
