@@ -136,7 +136,7 @@ def children_in_this_process(*, before_each: Callable[[], object] = lambda: None
     """Run the commands' child processes in this one: importing torch and its compiler takes longer than what they do."""
     with (
         mock.patch.object(runner, "Guarded", functools.partial(_InThisProcess, before_each)),
-        mock.patch.object(runner, "shared_imports", contextlib.nullcontext),
+        mock.patch.object(runner, "shared_imports", return_value=contextlib.nullcontext()),
     ):
         yield
 

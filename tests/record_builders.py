@@ -18,8 +18,12 @@ from mezzo.records import (
     DoctorRecord,
     Effective,
     Environment,
+    Finding,
+    FormatChange,
     FormatSupport,
     Gain,
+    GateCheck,
+    GateRecord,
     Memory,
     Metric,
     MissingState,
@@ -417,6 +421,39 @@ def diff_record(**fields: object) -> DiffRecord:
         "duration_s": 12.0,
     }
     return DiffRecord(**(values | fields))  # type: ignore[arg-type]
+
+
+def gate_record(**fields: object) -> GateRecord:
+    """Return a script whose loss rose and of which a module left its format."""
+    run = run_record("as-is", num_steps=20, script="train.py")
+    finding = {"modules": ["encoder"], "detail": "it does", "gain": "much", "fix": "remove it", "share": 0.3}
+    known: dict[str, object] = {
+        "command": ["mezzo", "gate", "--golden", "golden.json", "train.py"],
+        "script": "train.py",
+        "golden_file": "golden.json",
+        "verdict": "regressed",
+        "policy": "as-is",
+        "against": None,
+        "checks": [
+            GateCheck(name="steps", status="same", golden=20.0, now=20.0),
+            GateCheck(name="loss", status="failed", golden=1.18, now=1.6, margin=0.02, error=2e-5),
+            GateCheck(name="memory", status="same", golden=2.0**20, now=2.0**20, margin=2.0**20 / 100, unit="bytes"),
+            GateCheck(name="speed", status="not compared", reason="the golden is of another cpu"),
+            GateCheck(name="formats", status="failed", reason="encoder: bf16 then, fp32 now (forward)"),
+            GateCheck(name="findings", status="failed", golden=1.0, now=2.0, reason="new: A103"),
+        ],
+        "format_changes": [FormatChange(module="encoder", phase="forward", golden=["bf16"], now=["fp32"])],
+        "findings": [
+            Finding.model_validate({"code": "A101", "title": "needless casts", **finding}),
+            Finding.model_validate({"code": "A103", "title": "a module opts out of autocast", **finding}),
+        ],
+        "new_findings": ["A103"],
+        "notes": [Note(what="cpu", value="another", reason="AMD EPYC then, Intel Xeon now")],
+        "runs": [run],
+        "environment": run.environment,
+        "duration_s": 12.0,
+    }
+    return GateRecord(**(known | fields))  # type: ignore[arg-type]
 
 
 def tune_record(**fields: object) -> TuneRecord:

@@ -42,7 +42,8 @@ RUN_OPTIONS = (
     "--fingerprints, -m, --out, --log-to, --json, --verbose"
 )
 COMMANDS = (
-    "doctor, check, run, compare, tune, watch, audit, diagnose, diff, ranges, fallback, predict, resume-check, report"
+    "doctor, check, run, compare, tune, watch, audit, diagnose, diff, ranges, fallback, predict, resume-check, gate, "
+    "report"
 )
 
 # What is typed after mezzo, the message, the hint; trailing dots stand for more text.

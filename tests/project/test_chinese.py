@@ -28,6 +28,7 @@ PAIRS = [
                 ("loss-scale", "ranges"),
                 ("fallback", "fallback"),
                 ("diff", "diff"),
+                ("gate", "gate"),
             ),
             *(("install", "install"), ("tune", "tune"), ("guardrails", "guardrails"), ("patch", "patch")),
             *(("keras", "keras"), ("trainers", "lightning")),

@@ -111,6 +111,16 @@ def test_an_option_after_the_script_is_found() -> None:
     assert options_after_the_script("`mezzo predict --gpus t4 train.py --lr 0.1`") == []
 
 
+def test_the_page_for_agents_has_a_line_of_every_command() -> None:
+    """Each with the kind of its record, and what 0 and 1 mean."""
+    text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `mezzo ([\w-]+)[^`]*` \| ([^|]+) \| ([^|]+) \| ?([^|]*)\|$", text, re.M)
+    assert {command for command, *_ in rows} == set(options())
+    own = "`run`, with `bottleneck`", "the record's own"
+    kinds = {command: kind.strip() for command, kind, *_ in rows if kind.strip() not in own}
+    assert kinds == {command: f"`{command.replace('-', '_')}`" for command in kinds}
+
+
 NAMING = [p for p in PAGES if p.parent.name in ("docs", "design", "details", "evidence", ROOT.name) and p != OTHERS] + [
     ROOT / "CHANGELOG.md"
 ]

@@ -82,8 +82,9 @@ MAY_IMPORT = {
     "launch": f"{FACTS} children frameworks engine measure observe patching launch",  # composes counters and observers
     "studies": f"{FACTS} children measure launch studies",  # runs in child processes; a command says which
     "callables": f"{FACTS} measure observe launch commands",
-    "report": "errors error_texts secrets readable records report",  # with each command's page
+    "report": "errors error_texts version secrets readable records report",  # with each command's page
     "notebook": "temporary records report",
+    "pytest_plugin": "errors records report",  # it types a command, in a process of its own
     "compat": f"{FACTS} children frameworks engine measure observe launch callables report compat __init__",  # and nobody imports compat
     "commands": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",
     "cli": f"{FACTS} children frameworks engine measure observe patching launch studies report cli commands __init__",

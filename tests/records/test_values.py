@@ -72,6 +72,7 @@ SHOWN: list[tuple[WholeRecord, str]] = [
         FallbackRecord(run=RUN, policy="O1", tolerance=0.1, verdict="not needed", reason=""),
         "FallbackRecord train.py under O1: not needed",
     ),
+    (build.gate_record(), "GateRecord train.py: regressed; loss, formats, findings"),
     (build.diff_record(), "DiffRecord train.py, old.py and new.py: beyond rounding from layer_norm in norm on (forward, step 1)"),
     (build.predict_record(), "PredictRecord timm:resnet50, batch 256: 2471 images/s on a100-80gb in bf16"),
     (build.predict_record(predictions=[]), "PredictRecord timm:resnet50, batch 256: fits none"),

@@ -255,6 +255,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
         "fallback": fallback(),
         "tune": build.tune_record(),
         "resume-check": build.resume_check_record(),
+        "gate": build.gate_record(),
         "doctor": build.doctor_record(),
     }
     pages = {name: folder / name / "report.html" for name in records}

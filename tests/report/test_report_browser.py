@@ -30,6 +30,7 @@ KINDS = {  # with the number of charts that have lines
     "fallback": 0,
     "tune": 0,
     "resume-check": 0,
+    "gate": 0,
     "doctor": 0,
     "together": 0,
     "index": 1,

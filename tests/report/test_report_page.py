@@ -155,6 +155,7 @@ def test_views_import_only_records_and_errors_and_heavy_libraries_in_one_file_ea
         "mezzo.readable",
         "mezzo.report",
         "mezzo.secrets",
+        "mezzo.version",
         *pages,
     }
     outside = sys.stdlib_module_names | {"rich", "jinja2", "markupsafe", "matplotlib", "numpy"}

@@ -22,6 +22,7 @@ from mezzo.commands.diagnose import command as diagnose
 from mezzo.commands.diff import command as diff
 from mezzo.commands.doctor import command as doctor
 from mezzo.commands.fallback import command as fallback
+from mezzo.commands.gate import command as gate
 from mezzo.commands.predict import command as predict
 from mezzo.commands.ranges import command as ranges
 from mezzo.commands.report import command as report
@@ -67,6 +68,7 @@ _add("ranges", with_groups(ranges.ranges), ranges.HELP)
 _add("fallback", with_groups(fallback.fallback, resumes=True), fallback.HELP)
 _add("predict", with_groups(predict.predict), predict.HELP)
 _add("resume-check", with_groups(resume_check.resume_check), resume_check.HELP)
+_add("gate", with_groups(gate.gate), gate.HELP)
 _add("report", report.report, report.HELP, cls=DocumentedCommand)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

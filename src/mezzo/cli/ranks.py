@@ -15,6 +15,7 @@ _IN_ALL_PROCESSES = ("run", "watch", "compare", "audit", "diagnose", "ranges", "
 _IN_ONE_PROCESS = {
     "check": "check in one process; the answer holds for distributed runs, too",
     "diff": "type it without the launcher; --ranks compares numbers of processes",
+    "gate": "gate in one process, with the batch of one process",
     "predict": "predict in one process; --gpus-per-job and --shard describe a job of several",
     "resume-check": "check in one process, without the launcher",
     "tune": "tune in one process, with the batch of one process",

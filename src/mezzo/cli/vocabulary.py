@@ -19,7 +19,6 @@ COUNTERPARTS: Mapping[str, str] = {
 OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--amp": (("--policy", "fp16"),),
     "--amp-level": (("--policy",), ("--policies",)),
-    "--baseline": (("--policies",),),
     "--fp16": (("--policy", "fp16"),),
     "--bf16": (("--policy", "bf16"),),
     "--half": (("--policy", "fp16"),),
@@ -79,7 +78,20 @@ COMMANDS: Mapping[str, str] = {
 }
 """Words that people try as commands, and the command that does it, with an option where it needs one."""
 
-LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "diff", "ranges", "fallback")
+LIKELY = (
+    "run",
+    "compare",
+    "check",
+    "predict",
+    "tune",
+    "watch",
+    "audit",
+    "diagnose",
+    "diff",
+    "ranges",
+    "fallback",
+    "gate",
+)
 """The commands that an option without a command is tried with, in this order."""
 
 
@@ -96,6 +108,9 @@ EXAMPLES: Mapping[str, str] = {
     "SHARE": "0.02",
     "FOLDER": "runs/mine",
     "FILE": "precision.toml",
+    "GOLDEN": "golden.json",
+    "EXPORT": "findings.sarif",
+    "RECORD": "record.json",
     "PLAN": "full",
     "PLANS": "full,12GiB",
     "REGEX": "'acc=([0-9.]+)'",

@@ -127,6 +127,12 @@ def with_value(option: str, *values: str, command: str = "", renamed: str = "", 
     return shlex.join(new)
 
 
+def with_flag(flag: str) -> str:
+    """Return the command as typed, with an option that takes no value."""
+    words = [word for word in typed() if word != flag]
+    return shlex.join([*words[:2], flag, *words[2:]])
+
+
 def without_option(option: str, script: str) -> str:
     """Return the command as typed without an option and its value, which was the script."""
     rest = _without_option(typed(), option)

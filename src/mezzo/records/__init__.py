@@ -66,6 +66,15 @@ if TYPE_CHECKING:
     from mezzo.commands.fallback.record import ModuleError as ModuleError
     from mezzo.commands.fallback.record import Verification as Verification
     from mezzo.commands.fallback.record import clear_error as clear_error
+    from mezzo.commands.gate.record import FormatChange as FormatChange
+    from mezzo.commands.gate.record import GateCheck as GateCheck
+    from mezzo.commands.gate.record import GateRecord as GateRecord
+    from mezzo.commands.gate.record import GateStatus as GateStatus
+    from mezzo.commands.gate.record import GateUnit as GateUnit
+    from mezzo.commands.gate.record import GateVerdict as GateVerdict
+    from mezzo.commands.gate.record import Golden as Golden
+    from mezzo.commands.gate.record import GoldenRun as GoldenRun
+    from mezzo.commands.gate.record import ModuleFormats as ModuleFormats
     from mezzo.commands.predict.record import WORTH_SWITCHING as WORTH_SWITCHING
     from mezzo.commands.predict.record import BatchCurve as BatchCurve
     from mezzo.commands.predict.record import DataSet as DataSet

@@ -22,6 +22,7 @@ from mezzo.commands.diagnose.record import DiagnoseRecord
 from mezzo.commands.diff.record import DiffRecord
 from mezzo.commands.doctor.record import DoctorRecord
 from mezzo.commands.fallback.record import FallbackRecord
+from mezzo.commands.gate.record import GateRecord
 from mezzo.commands.predict.record import PredictRecord
 from mezzo.commands.ranges.record import RangesRecord
 from mezzo.commands.resume_check.record import ResumeCheckRecord
@@ -44,6 +45,7 @@ AnyRecord: TypeAlias = (
     | PredictRecord
     | TuneRecord
     | ResumeCheckRecord
+    | GateRecord
 )
 
 R = TypeVar("R", bound=AnyRecord)

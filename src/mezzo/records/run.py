@@ -76,8 +76,16 @@ class Steps(Value):
     @property
     def warm_ms(self) -> list[float]:
         """The known times of the steps after the first tenth, and after the first three; of all steps if there are no others."""
-        warm = self.time_ms[max(_COLD_STEPS, len(self.time_ms) // 10) :] or self.time_ms
-        return [ms for ms in warm if math.isfinite(ms)]
+        return _warm(self.time_ms)
+
+    @property
+    def warm_cpu_ms(self) -> list[float]:
+        """The known CPU times of the same steps."""
+        return _warm(self.cpu_ms)
+
+
+def _warm(times: list[float]) -> list[float]:
+    return [ms for ms in times[max(_COLD_STEPS, len(times) // 10) :] or times if math.isfinite(ms)]
 
 
 class Memory(Value):
@@ -309,6 +317,8 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     request_sha256: str = ""
     """Digest of the request: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
+    kept: bool = False
+    """Whether an earlier command made it, and a comparison used it again as its baseline."""
     placement: Placement | None = None
     """None for a run that had the machine to itself."""
     started_at_s: float | None = None

@@ -26,12 +26,13 @@ FLAGS = frozenset(
         "--slurm",
         "--calibrate",
         "--fingerprints",
+        "--accept",
     )
 )
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
-    "--metric": ("run", "compare", "check"),
+    "--metric": ("run", "compare", "check", "gate"),
     "--checkpoint": ("run", "compare"),
     "--seeds": ("compare", "check"),
     "--jobs": ("compare", "check", "fallback", "tune"),
@@ -39,7 +40,7 @@ CARRIED: Mapping[str, tuple[str, ...]] = {
     "--channels-last": ("run", "predict"),
     "--log-to": (
         *("run", "compare", "check", "audit", "diagnose", "diff", "ranges", "fallback"),
-        *("predict", "tune", "watch", "resume-check"),
+        *("predict", "tune", "watch", "resume-check", "gate"),
     ),
 }
 """Options that mean the same in several commands, with these commands. No other option is passed from one command to another; a
@@ -52,7 +53,7 @@ DROPPED: Mapping[str, str] = {
     "--write-expect": "the contract is written",
 }
 """Options that even a repeated command leaves out, with the reason."""
-_NAMES_RUNS = ("compare", "check", "tune", "resume-check", "diagnose", "fallback")
+_NAMES_RUNS = ("compare", "check", "tune", "resume-check", "diagnose", "fallback", "gate")
 """Commands that replace ``{run}`` in the script's arguments."""
 _DEFAULT_EXPONENT = 16
 """Exponent of the initial loss scale of a policy that does not set one."""

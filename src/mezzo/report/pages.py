@@ -15,7 +15,7 @@ from mezzo.records import AnyRecord, Environment, Finding, Memory, Note, RankRun
 from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Bar, BarPart, Bars, Drawn, Nothing
 from mezzo.report.colours import Style, format_style, policy_style
-from mezzo.report.sections import Cell, Fact, FactTable, Grid, Page, Section, Share
+from mezzo.report.sections import Cell, Fact, FactTable, Grid, JudgedCase, Page, Section, Share
 
 _LONGEST_WORD = 100_000  # of a command, which must stay whole to be pasted: a policy may name hundreds of modules
 _ENVIRONMENT_LABELS = {
@@ -273,6 +273,19 @@ def finding_section(finding: Finding, lines: Mapping[str, str] = MappingProxyTyp
 def lines_of(findings: Iterable[Finding]) -> list[tuple[str, str]]:
     """Return the lines of code that findings name, each with the finding."""
     return [(line, f"{one.code}: {fmt.clean(one.title)}") for one in findings for line in one.lines]
+
+
+def cases_of(findings: Iterable[Finding]) -> list[JudgedCase]:
+    """Return each finding as a case that failed; one that may be as meant is left out."""
+    return [
+        JudgedCase(
+            name=f"{one.code} {fmt.clean(one.title)}",
+            outcome="skipped" if one.severity == "info" else "failed",
+            message=fmt.clean(f"{one.detail}. Fix: {one.fix}"),
+            line=next(iter(one.lines), ""),
+        )
+        for one in findings
+    ]
 
 
 def _place(module: str, line: str) -> str:

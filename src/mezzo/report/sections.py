@@ -225,6 +225,17 @@ class SourceCode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgedCase:
+    """One thing that a record judges, as a report of tests shows it."""
+
+    name: str
+    outcome: Literal["passed", "failed", "skipped"]
+    message: str = ""
+    line: str = ""
+    """The line of code that it is about, as ``file:line``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """All that a record says."""
 
@@ -234,6 +245,8 @@ class Page:
     steps: Sequence[NextStep] = ()
     """What to do next, the best first."""
     environment: Sequence[Fact] = ()
+    cases: Sequence[JudgedCase] = ()
+    """What it judges one by one; empty if that is the answer alone."""
     script: str = ""
     """The script or model; empty without one."""
     command: str = ""

@@ -74,6 +74,7 @@ def page(record: AuditRecord) -> Page:
             Section(title="Every operation", blocks=[_operations(record)], shown_in="page", folded=True),
             facts_section("Notes", notes, details=True),
         ],
+        cases=pages.cases_of(record.located_findings),
         steps=best_first(_next(record)),
         environment=pages.environment_facts(record.run.environment),
         command=pages.command_text(record.run.command, record.run.environment),

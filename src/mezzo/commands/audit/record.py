@@ -11,6 +11,9 @@ PassKind: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimiz
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
 
 
+_MOST_LINES = 3
+
+
 class Operation(Value):
     """All operations of one kind in one module and phase."""
 
@@ -212,6 +215,20 @@ class AuditRecord(WholeRecord):
         broken = 0 if self.contract is None else len(self.contract.breaches)
         kept = f"; {broken} not as {self.contract.file} expects" if self.contract is not None and broken else ""
         return f"{self.run.where}: products {', '.join(shares) or 'none'}; {found}{kept}"
+
+    @property
+    def located_findings(self) -> list[Finding]:
+        """The findings; one without lines has the lines of its modules' products and casts, if they are known."""
+        lines: dict[str, dict[str, None]] = {}
+        named: list[WideProduct | RoundTrip | CastTotal] = [*self.wide_products, *self.round_trips, *self.casts]
+        for one in named:
+            if one.line:
+                lines.setdefault(one.module, {})[one.line] = None
+        known = [[line for module in found.modules for line in lines.get(module, ())] for found in self.findings]
+        return [
+            found if found.lines else found.model_copy(update={"lines": places[:_MOST_LINES]})
+            for found, places in zip(self.findings, known, strict=True)
+        ]
 
     @property
     def flops_by_format(self) -> dict[str, int]:

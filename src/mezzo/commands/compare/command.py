@@ -27,7 +27,7 @@ from mezzo.report import formatting as fmt
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.policy import Policy
-    from mezzo.records import Row, RunRecord
+    from mezzo.records import CompareRecord, Row, RunRecord
     from mezzo.studies.loop import Finished, Study
     from mezzo.studies.side_by_side import Engine
 
@@ -93,6 +93,18 @@ CompareGpus: TypeAlias = Annotated[
 ]
 
 
+CompareBaseline: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="RECORD",
+        autocompletion=options.record,
+        help="The record.json of an earlier comparison, whose baseline runs take the place of new ones. Its script, arguments, "
+        "versions and machine have to be the same. No time is compared.",
+    ),
+]
+
+
 def compare(
     script: Script,
     policies: ComparePolicies = "fp32,bf16,fp16",
@@ -103,6 +115,7 @@ def compare(
     gpus: CompareGpus = None,
     checkpoint: options.Checkpoint = None,
     metric: options.MetricOption = None,
+    kept: CompareBaseline = None,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -113,6 +126,8 @@ def compare(
     To continue a comparison that was stopped, type the same command with the same --out; --resume FOLDER also repeats runs that failed, and
     accepts more seeds or policies.
 
+    With --baseline, an earlier comparison has the baseline's runs; their policy need not be in --policies.
+
     Exit code 1 if a policy gets a verdict that --fail-on lists.
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
@@ -120,31 +135,38 @@ def compare(
     options.check_metric(metric)
     failing, cards = _failing(fail_on), traced.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
-    compared = _several(_with_checkpointed(_parse_policies(policies), checkpoint))
+    before = None if kept is None else _kept_record(kept)
+    named = policies if before is None else f"{_kept_policy(before)},{policies}"
+    compared = _several(_with_checkpointed(_parse_policies(named), checkpoint))
     changes_of(script, checkpoint=checkpoint or "")
-    baseline = "fp32" if "fp32" in compared else next(iter(compared))
+    baseline = ("fp32" if "fp32" in compared else next(iter(compared))) if before is None else before.baseline
     script.check(*(entry.policy for entry in compared.values()))
 
     from mezzo.commands.compare.judge import compare as judge
     from mezzo.studies.loop import with_digest  # scipy and more: only once the command line is right
 
+    identity = script.identity(**{"--metric": metric or ""})
+    kept_runs = [] if before is None else _kept_runs(before, identity, seeds=seeds, path=kept)
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
     finished = begin_or_continue(script, folder, metric=metric, policies=",".join(compared), seeds=str(seeds))
     requests = _requests(script, compared, seeds, folder=folder, metric=metric, since_s=finished.since_s)
     requests = [with_digest(request, finished.identity) for request in requests]
+    if kept_runs:
+        requests = [request for request in requests if _compared_as(request) != baseline]
     with stoppable() as stop:
-        runs = _all_runs(requests, folder, engine, finished, timeout_s=timeout_s)
+        runs = [*kept_runs, *_all_runs(requests, folder, engine, finished, timeout_s=timeout_s)]
         runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
+            record = record.model_copy(update={"identity": identity})
             if not stop.stopped:
                 record = record.model_copy(update={"real_gpus": traced.predicted_for(script, runs, cards)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
-            done = f"{len(runs)} of {len(requests)} runs"
+            done = f"{len(runs) - len(kept_runs)} of {len(requests)} runs"
             script.say_stopped(f"stopped by {stop.name} after {done}; their records are", folder)
         else:
             finished.end()
@@ -153,6 +175,73 @@ def compare(
         found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
         results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
     raise typer.Exit(stop.exit_code or (_FAILED if rows else 0))
+
+
+def _kept_record(path: Path) -> CompareRecord:
+    """Return the comparison whose baseline is used again.
+
+    Raises:
+        UsageError: the record is of another command.
+        RecordError: it cannot be read.
+    """
+    from mezzo.records import CompareRecord, read_record
+
+    record = read_record(path / "record.json" if path.is_dir() else path)
+    if not isinstance(record, CompareRecord):
+        raise UsageError(
+            f"--baseline {str(path)!r} is a record of mezzo {record.kind.replace('_', '-')}; allowed: of mezzo compare",
+            hint="type: mezzo compare --policies fp32,bf16 train.py, and keep its record.json",
+        )
+    return record
+
+
+def _kept_policy(record: CompareRecord) -> str:
+    row = next(row for row in record.rows if row.compared_as == record.baseline)
+    return row.policy_typed or row.policy
+
+
+_ANOTHER_PATH = ("script",)
+"""Parts of an identity that may differ: the same text under another path."""
+
+
+def _kept_runs(record: CompareRecord, identity: dict[str, str], *, seeds: int, path: Path | None) -> list[RunRecord]:
+    """Return the baseline's runs of an earlier comparison.
+
+    Raises:
+        UsageError: something is not the same, so that the runs are no baseline; it says what.
+    """
+    from mezzo.devices import cpu_name
+    from mezzo.measure.environment import nvidia_driver
+
+    driver = nvidia_driver()
+    then = {**record.identity, "its CPU": record.environment.cpu, "its NVIDIA driver": record.environment.driver or ""}
+    now = {**identity, "its CPU": cpu_name(), "its NVIDIA driver": (driver or "") if record.environment.gpu else ""}
+    runs = [run for run in record.runs if run.compared_as == record.baseline and run.error is None and len(run.steps)]
+    missing = sorted({*range(seeds)} - {run.seed for run in runs})
+    different = [name for name in now if name not in _ANOTHER_PATH and then.get(name) != now[name]]
+    if not record.identity:
+        why, hint = "it was written by an older Mezzo, which did not keep what its runs depend on", "run it again"
+    elif different:
+        name = different[0]
+        why = f"{name} changed: {_few_letters(then.get(name))} then, {_few_letters(now[name])} now"
+        hint = "leave out --baseline, so that the baseline runs again"
+    elif missing:
+        why = f"it has no good run of {record.baseline_shown} with seed {missing[0]}"
+        hint = f"type: {with_value('--seeds', str(missing[0]))}" if missing[0] > 1 else "leave out --baseline"
+    else:
+        return [run.model_copy(update={"kept": True}) for run in runs if run.seed is not None and run.seed < seeds]
+    raise UsageError(f"--baseline {str(path)!r} cannot be used: {why}", hint=hint)
+
+
+def _compared_as(request: Request) -> str:
+    from mezzo.launch.request import policy_text
+    from mezzo.records import varied
+
+    return varied(policy_text(request.policy), "" if request.models is None else request.models.checkpoint)
+
+
+def _few_letters(text: str | None) -> str:
+    return fmt.shortened(text or "none", length=40)
 
 
 def _failing(text: str) -> set[str]:

@@ -31,6 +31,8 @@ def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
     """Return why the times of two runs are not compared; ``name`` is the name of the pair. Empty if they are compared."""
     if replays := run.replays or baseline.replays:
         return f"times are not compared, because {replays} of a CUDA graph are not timed"
+    if run.kept != baseline.kept:
+        return "times are not compared, because the baseline's runs are of an earlier comparison"
     if _differ_in_nothing(run, baseline):
         return "times are not compared, because no product ran in TF32: both compute the same"
     if any(_shared_cpu_unknown(one) for one in (run, baseline)):

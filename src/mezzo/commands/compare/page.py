@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Literal
 
 from mezzo.commands.predict import page as predict
 from mezzo.commands.run import page as run_page
@@ -40,6 +41,7 @@ from mezzo.report.sections import (
     FormatShares,
     Grid,
     Headline,
+    JudgedCase,
     NextStep,
     Page,
     Paragraph,
@@ -92,10 +94,17 @@ def page(record: CompareRecord) -> Page:
             ),
             Section(title="Every run", blocks=[_runs(record.runs)], shown_in="page", folded=True),
         ],
+        cases=[_case(row) for row in record.rows if row.verdict != "baseline"],
         steps=best_first(_next(record)),
         environment=pages.environment_facts(record.environment, framework=framework_of(record)),
         command=pages.command_text(record.command, record.environment),
     )
+
+
+def _case(row: Row) -> JudgedCase:
+    good: dict[str, Literal["passed", "skipped"]] = {"equivalent": "passed", "undecided": "skipped"}
+    message = fmt.clean(f"{row.verdict.replace('_', ' ')}: {row.reason}")
+    return JudgedCase(name=fmt.clean(row.policy_shown), outcome=good.get(row.verdict, "failed"), message=message)
 
 
 def _answer(record: CompareRecord) -> Headline:

@@ -285,7 +285,7 @@ _FLOAT32 = 2e-7
 
 def scale_of_metric(metric: Metric, values: Sequence[float]) -> DifferenceScale:
     """Return the scale of a metric from its words and from ``values``, all finite values that any run printed."""
-    words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", metric.name).lower()))
+    words = _words_of(metric)
     positive = all(value > 0 for value in values)
     otherwise: DifferenceScale = Ratio() if positive and not words & _REWARDS else Absolute()
     if not values or words & _LOSSES:
@@ -301,6 +301,18 @@ def scale_of_metric(metric: Metric, values: Sequence[float]) -> DifferenceScale:
     known = words & (_VALUE_ERRORS | _REWARDS)
     unknown_share = in_one and not known and (not positive or statistics.fmean(values) > 0.5)
     return Proportion(1.0) if unknown_share else otherwise
+
+
+def worse_direction(metric: Metric) -> int:
+    """Return 1 if a larger value of a metric is worse, -1 if a smaller one is, 0 if its name does not say."""
+    words = _words_of(metric)
+    if words & (_LOSSES | _VALUE_ERRORS) or words & _ERRORS:
+        return 1
+    return -1 if words & (_PROPORTIONS | _REWARDS) - {"rate", "percent"} else 0
+
+
+def _words_of(metric: Metric) -> set[str]:
+    return set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", metric.name).lower()))
 
 
 @dataclass(frozen=True, kw_only=True)

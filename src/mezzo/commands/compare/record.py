@@ -98,6 +98,8 @@ class CompareRecord(WholeRecord):
     real_gpus: RealGpus | None = None
     """Predictions for GPUs that this machine does not have; None if none were requested."""
     environment: Environment
+    identity: dict[str, str] = {}
+    """What has to be the same where its baseline is used again; empty in records of older versions."""
 
     @property
     def summary(self) -> str:

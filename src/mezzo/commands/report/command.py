@@ -21,7 +21,7 @@ HELP = HelpPage(
     group="keep",
     says="show records, and write pages and an index of them",
     example="mezzo report runs/",
-    shown=("--open", "--serve", "--port", "--out", "--log-to", "--json"),
+    shown=("--open", "--serve", "--port", "--out", "--export", "--log-to", "--json"),
 )
 
 _OF_VIEWS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -42,6 +42,14 @@ def report(
         Path | None, typer.Option(metavar="FOLDER", help="Write each page there instead of next to its record.")
     ] = None,
     log_to: options.LogTo = None,
+    export_to: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--export",
+            metavar="EXPORT",
+            help="Also write the record for other programs: .xml is JUnit, .sarif code scanning, .md a table. May be repeated.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     serve: Annotated[
@@ -54,12 +62,12 @@ def report(
     """Show records in the terminal and write each as a self-contained HTML page; for a folder, write an index of all records in it."""
     folders = [path for path in records if path.is_dir() and not (path / "record.json").is_file()]
     if folders:
-        _refuse_mixed(records, folders, out=out, log_to=log_to, as_json=as_json)
+        _refuse_mixed(records, folders, out=out, log_to=log_to, export_to=export_to, as_json=as_json)
         if next(folders[0].rglob("record.json"), None) is None and _list_snapshots(folders[0], show=show, serve=serve):
             return
         page = _index(folders[0])
     else:
-        page = _report(records, out=out, log_to=log_to, as_json=as_json)
+        page = _report(records, out=out, log_to=log_to, export_to=export_to or [], as_json=as_json)
     if serve:
         _serve(page, port=port, show=show)
     elif show:
@@ -84,7 +92,13 @@ def _list_snapshots(folder: Path, *, show: bool, serve: bool) -> bool:
 
 
 def _refuse_mixed(
-    records: Sequence[Path], folders: Sequence[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool
+    records: Sequence[Path],
+    folders: Sequence[Path],
+    *,
+    out: Path | None,
+    log_to: Sequence[str] | None,
+    export_to: Sequence[Path] | None,
+    as_json: bool,
 ) -> None:
     folder = shlex.quote(str(folders[0]))
     if len(records) > 1:
@@ -92,7 +106,7 @@ def _refuse_mixed(
             f"{folders[0]} is a folder, and {len(records)} paths were given; allowed: one folder, or records",
             hint=f"type: mezzo report {folder}",
         )
-    given = (("--out", out is not None), ("--log-to", bool(log_to)), ("--json", as_json))
+    given = (("--out", out is not None), ("--log-to", bool(log_to)), ("--export", bool(export_to)), ("--json", as_json))
     for option, is_given in given:
         if is_given:
             raise UsageError(
@@ -101,13 +115,17 @@ def _refuse_mixed(
             )
 
 
-def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
+def _report(
+    records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, export_to: Sequence[Path], as_json: bool
+) -> Path:
     """Show ``records`` and write their pages; return the page to open: the one with all comparisons, else the first."""
     from mezzo.commands.compare.page import page_together
     from mezzo.records import CompareRecord, read_record
+    from mezzo.report.exports import check_export, export
     from mezzo.report.html import write_html, write_page
     from mezzo.report.terminal import render, render_page
 
+    check_export(export_to, records=len(records))
     if as_json and len(records) > 1:
         raise UsageError(
             f"--json accepts one record; {len(records)} were given",
@@ -120,6 +138,8 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
     shown = list(zip(_pages(records, out), map(read_record, records), strict=True))
     for page, record in shown:
         write_html(record, page)
+    for path in export_to:
+        export(shown[0][1], path)
     compared = [record for _, record in shown if isinstance(record, CompareRecord)]
     folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
     together = len(compared) > 1 and not as_json

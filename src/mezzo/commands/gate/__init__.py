@@ -1,0 +1,1 @@
+"""``mezzo gate``: whether a script still trains as its golden file says."""
