@@ -46,7 +46,7 @@ CONTENTS: dict[str, list[str]] = {
     "Start": ["install", "tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
     "How to": [
         *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning", "watch", "tune"),
-        *("ranges", "fallback", "diff", "guardrails", "snapshots", "resume-check", "gate", "distributed", "patch"),
+        *("ranges", "fallback", "diff", "guardrails", "snapshots", "resume-check", "expect", "gate", "distributed", "patch"),
         *("keras", "paddle", "lightning", "accelerate", "transformers", "session"),
     ],
     "Reference": [

@@ -21,7 +21,7 @@ from mezzo.cli.shown_help import HelpPage
 from mezzo.cli.values import seconds_of
 from mezzo.cli.words import with_value
 from mezzo.commands.predict import traced
-from mezzo.errors import ScriptError, UsageError, nearest
+from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
 from mezzo.report import formatting as fmt
 
 if TYPE_CHECKING:
@@ -181,11 +181,19 @@ def _kept_record(path: Path) -> CompareRecord:
     """Return the comparison whose baseline is used again.
 
     Raises:
-        UsageError: the record is of another command.
+        UsageError: the record is of another command, or a policy was typed.
         RecordError: it cannot be read.
     """
+    from mezzo.policy import Policy
     from mezzo.records import CompareRecord, read_record
 
+    if not path.exists():
+        with suppress(PolicyError):
+            policies = ",".join(dict.fromkeys((str(Policy.parse(str(path))), "bf16", "fp16")))
+            raise UsageError(
+                f"--baseline {str(path)!r} is a policy; allowed: the record.json of an earlier comparison",
+                hint=f"type: {with_value('--baseline', policies, command='compare', renamed='--policies')}",
+            )
     record = read_record(path / "record.json" if path.is_dir() else path)
     if not isinstance(record, CompareRecord):
         raise UsageError(
