@@ -27,8 +27,11 @@ def test_sparse_tensors_and_wrappers_have_none() -> None:
 
 
 def test_a_view_of_gradients_is_shown_wrappers() -> None:
-    seen: list[bool] = []
-    view = GradientView([torch.ones(2)], norm_read=lambda: seen.append(True), limited=seen.append)
+    seen: list[object] = []
+    gradients = [torch.ones(2)]
+    view = GradientView(
+        gradients, gradients, norm_read=lambda: seen.append(True), limited=seen.append, narrow=seen.append
+    )
     arriving = AsyncCollectiveTensor(torch.ones(2))
     view.inspect_call("contiguous", [arriving], arriving)
     assert seen == []
@@ -66,7 +69,7 @@ def test_an_average_is_of_the_weight_that_it_reads_where_weights_share_a_storage
     flat = torch.zeros(16)
     weights = [flat[:8], flat[8:]]
     found: list[Tensor] = []
-    view = AverageView(weights, averaged=lambda weight, narrow: found.append(weight))
+    view = AverageView(weights, averaged=lambda weight, average, narrow: found.append(weight))
     average = torch.zeros(8, dtype=torch.bfloat16)
     for weight in weights:
         view.inspect_call("lerp_", (average, weight.detach(), 0.1), average)

@@ -29,6 +29,7 @@ PAIRS = [
                 ("fallback", "fallback"),
                 ("diff", "diff"),
                 ("gate", "gate"),
+                ("expect", "expect"),
             ),
             *(("install", "install"), ("tune", "tune"), ("guardrails", "guardrails"), ("patch", "patch")),
             *(("keras", "keras"), ("trainers", "lightning")),

@@ -99,7 +99,7 @@ QUESTIONS: dict[str, str] = {
     # the rest
     "what does a term mean glossary": "glossary",
     "exit codes": "exit-codes",
-    "fail CI": "exit-codes",
+    "fail CI": "gate",
     "drive mezzo from a program": "agents",
     "TensorBoard": "tracking",
     "Jupyter notebook": "notebook",

@@ -77,8 +77,8 @@ class Configured:
 class Exchanges:
     """Gradients that processes exchange, or whose norm is taken."""
 
-    def __init__(self, log: MisuseLog) -> None:
-        self._log = log
+    def __init__(self, run: ObservedRun, log: MisuseLog) -> None:
+        self._run, self._log = run, log
 
     def reduced(self, name: str, tensor: Tensor, optimizers: Iterable[Optimizer], *, line: str) -> None:
         """Record a reduction of gradients over processes: of one gradient, or of several in a flat buffer."""
@@ -90,5 +90,7 @@ class Exchanges:
         self._log.add("A631", detail, parameters=own or wide, line=line)
 
     def norm_taken(self, what: str, dtype: torch.dtype, parameters: Sequence[Tensor]) -> None:
-        """Record that the norm of gradients is taken, or kept, in a 16-bit format."""
-        self._log.add("A632", f"{what} in {format_name(dtype).upper()}", parameters=parameters)
+        """Record that the norm of gradients is taken, or kept, in a 16-bit format; a policy that casts the model has asked for that."""
+        policy = self._run.precision.effective
+        if policy is None or policy.casting != "model":
+            self._log.add("A632", f"{what} in {format_name(dtype).upper()}", parameters=parameters)

@@ -62,7 +62,7 @@ class Lint:
         self.configured = Configured(run, self.operations, self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
-        self._exchanges = Exchanges(self._log)
+        self._exchanges = Exchanges(run, self._log)
         self._own_code = OwnCode(
             run,
             self._gradients,
@@ -225,7 +225,7 @@ class Lint:
         self._own_code.stop()  # torch's own norms are no calls of the script
         owners = self._gradients.owners(parameters, self._optimizers)
         narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF]
-        if by_norm and narrow and not self._casts_model:
+        if by_norm and narrow:
             assert narrow[0].grad is not None
             what = f"torch's clipping takes the norm of {len(narrow)} gradient{'s' if len(narrow) > 1 else ''}"
             self._exchanges.norm_taken(what, narrow[0].grad.dtype, narrow)
