@@ -34,6 +34,7 @@ class Made(NamedTuple):
     settings: tuple[str, ...] = ()
     step: int = 1
     module: str = ""
+    size: int = 2
 
 
 def log_of(*made: Made, unit: float = 0.0) -> ValuesLog:
@@ -53,7 +54,7 @@ def log_of(*made: Made, unit: float = 0.0) -> ValuesLog:
             "",
             settings=one.settings,
             reads=tuple(ValueRead(read, 0, ()) for read in one.reads),
-            outputs=(Output("fp32", (2,)),),
+            outputs=(Output("fp32", (one.size,)),),
             row=n,
         )
         for n, one in enumerate(made)
@@ -195,3 +196,17 @@ def test_the_formats_of_a_policy_are_no_difference_of_their_own() -> None:
 )
 def test_bits(distance: float, bits: float) -> None:
     assert bits_kept(distance) == bits
+
+
+def test_a_single_number_that_one_draw_left_where_it_was() -> None:
+    """What a loss is computed from moves by 1e-3 in the control, the loss and its multiple not at all: by luck."""
+
+    def log(multiple: float, *, start: float = 1.0, size: int = 1) -> list[Made]:
+        made = Made(start), Made(2.0, (0,), op="mean"), Made(multiple, (1,), op="mul"), Made(multiple, (2,), "loss")
+        return [one._replace(size=size) for one in made]
+
+    control = log(2.0, start=1.0 + 1e-3)
+    assert begun(log(2.0), log(2.0 + 1e-5), control) == []
+    assert begun(log(2.0), log(2.1), control) == [2]
+    several = log(2.0, size=2), log(2.0 + 1e-5, size=2), log(2.0, start=1.0 + 1e-3, size=2)
+    assert begun(*several) == [2]  # of several numbers, not all stay by luck

@@ -124,13 +124,13 @@ def judge(
     moved = {} if control is None else _apart(b if control_of_b else a, control)
     found.unstable = _begun(a, {n for n, apart in repeats.items() if apart.any()})
     carried_a, carried_b = _carried(a), _carried(b)
+    noise_of_reads = _noise_of_reads(b if control_of_b else a, moved)
     pooled = _of_updates(a, b, pairs, moved, of_b=control_of_b)
     far, results = set[int](), dict[int, Floats]()
     for n, other in pairs.items():
         apart = results[n] = distances(a, b, n, other)
         noise = moved.get(other if control_of_b else n, np.zeros(1))
-        reads = b.events[other].reads if control_of_b else a.events[n].reads
-        before = max((float(_one(moved.get(read.event), read.output)) for read in reads), default=0.0)
+        before = noise_of_reads[other if control_of_b else n]
         least = np.maximum(rounding(a, n), carried_a[n])
         if not same_formats:
             least = np.maximum(least, np.maximum(_fitting(rounding(b, other), apart), carried_b[other]))
@@ -155,6 +155,23 @@ def judge(
     beyond = {n for n in pairs if found.distance[n] > found.allowed[n]}
     beyond &= _lasting(a, beyond if control is not None else far, pairs)
     found.beginnings = _grouped(a, b, _beginnings(a, b, found, beyond, same_formats=same_formats))
+    return found
+
+
+def _noise_of_reads(log: ValuesLog, moved: Mapping[int, Floats]) -> list[float]:
+    """Return for each event how far the control moves what it reads.
+
+    By luck one draw leaves a single number, such as a loss, where it was; it then counts as moved as far as what it was computed from.
+    """
+    single: dict[int, float] = {}
+    found: list[float] = []
+    for n, event in enumerate(log.events):
+        reads = (
+            single.get(read.event, _one(moved.get(read.event), read.output)) for read in event.reads if read.event < n
+        )
+        found.append(max(reads, default=0.0))
+        if event.outputs and math.prod(event.outputs[0].shape) == 1:
+            single[n] = max(found[n], _one(moved.get(n), 0))
     return found
 
 
