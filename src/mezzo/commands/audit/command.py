@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,14 +92,13 @@ def _contract(script: Script, expect: Path | None, write_expect: Path | None) ->
 def _write(checked: CheckedContract | None, script: Script, path: Path) -> None:
     """Write the contract that was found, whole or not at all."""
     from mezzo.observe.contracts.contract import written
+    from mezzo.records.files import write_whole
 
     if checked is None or not checked.formats:
         why = "the script failed" if checked is None else "no tensor of a training was found"
         results.note(f"{path} was not written, because {why}")
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(written(checked.formats, title=f"The formats of {Path(script.target).name}"), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(written(checked.formats, title=f"The formats of {Path(script.target).name}"), path)
     results.note(f"wrote {path}; mezzo audit --expect {path} checks it")
 
 

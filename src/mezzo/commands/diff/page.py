@@ -256,7 +256,7 @@ def _trials(record: DiffRecord) -> Grid:
     rows = [
         (
             fmt.clean(one.what),
-            _shortened(fmt.clean(one.policy)),
+            fmt.shortened(fmt.clean(one.policy), length=_MOST_LETTERS),
             f"{one.distance:.1e}",
             fmt.share_text(one.share),
             fmt.share_text(one.flops_in_fp32),
@@ -266,10 +266,6 @@ def _trials(record: DiffRecord) -> Grid:
     ]
     heads = ("tried", "policy", "apart", "removes", "FLOPs in fp32", "more memory")
     return Grid(heads=heads, rows=rows, numbers=(2, 3, 4, 5), sortable=False)
-
-
-def _shortened(policy: str) -> str:
-    return policy if len(policy) <= _MOST_LETTERS else f"{policy[:_MOST_LETTERS]}..."
 
 
 def _reading(record: DiffRecord) -> Paragraph:
