@@ -34,7 +34,6 @@ from mezzo.observe.values.log import (
 _ADDS = frozenset(("add", "add_", "sub", "sub_", "sum", "accumulate_grad", "cat", "stack"))
 _ONLY_READ = ("cast", "gradient", "loss", "point", "state")
 _RESCALES = frozenset(("mul", "div"))
-_COPIES = ("gradient", "loss", "point", "state")
 _TINY = 1e-300
 ALWAYS_BOTH: tuple[EventKind, ...] = ("gradient", "update", "point")
 """What both runs have unless they differ."""
@@ -146,8 +145,6 @@ def judge(
             if _follows(a.events[n], b.events[other], found):
                 noise = np.maximum(noise, pooled.get(a.events[n].step, 0.0))
             allowed = TIMES * np.maximum(np.maximum(noise, least), before)
-        if _copies(a.events[n], b.events[other], pairs):  # by luck, one draw may leave a single number where it was
-            allowed = np.maximum(allowed, found.allowed[a.events[n].reads[0].event])
         with np.errstate(divide="ignore", invalid="ignore"):
             worst = int(np.nan_to_num(apart / allowed, nan=0.0).argmax())
         found.distance[n], found.allowed[n] = float(apart[worst]), float(allowed[worst])
@@ -163,15 +160,18 @@ def _noise_of_reads(log: ValuesLog, moved: Mapping[int, Floats]) -> list[float]:
 
     By luck one draw leaves a single number, such as a loss, where it was; it then counts as moved as far as what it was computed from.
     """
-    single: dict[int, float] = {}
+    single: dict[tuple[int, int], float] = {}
     found: list[float] = []
     for n, event in enumerate(log.events):
         reads = (
-            single.get(read.event, _one(moved.get(read.event), read.output)) for read in event.reads if read.event < n
+            single.get((read.event, read.output), _one(moved.get(read.event), read.output))
+            for read in event.reads
+            if read.event < n
         )
         found.append(max(reads, default=0.0))
-        if event.outputs and math.prod(event.outputs[0].shape) == 1:
-            single[n] = max(found[n], _one(moved.get(n), 0))
+        for place, output in enumerate(event.outputs):
+            if math.prod(output.shape) == 1:
+                single[n, place] = max(found[n], _one(moved.get(n), place))
     return found
 
 
@@ -223,14 +223,6 @@ def _of_updates(
                 found.get(event.step, 0.0), float(np.nan_to_num(noise, posinf=0.0).max(initial=0.0))
             )
     return found
-
-
-def _copies(one: Event, other: Event, pairs: Pairs) -> bool:
-    """Return whether two events only show the same part of a value that was compared where it was made."""
-    if one.kind not in _COPIES or len(one.reads) != 1 or len(other.reads) != 1:
-        return False
-    mine, its = one.reads[0], other.reads[0]
-    return pairs.get(mine.event) == its.event and (mine.output, mine.part) == (its.output, its.part)
 
 
 def _follows(one: Event, other: Event, found: Parting) -> bool:
