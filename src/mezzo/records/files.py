@@ -11,7 +11,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar, cast
+from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -29,7 +29,7 @@ from mezzo.commands.resume_check.record import ResumeCheckRecord
 from mezzo.commands.tune.record import TuneRecord
 from mezzo.errors import HOW_TO_UPDATE, RecordError
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION
+from mezzo.records.values import SCHEMA_VERSION, Value
 from mezzo.secrets import hidden_text, secrets_among
 
 AnyRecord: TypeAlias = (
@@ -48,7 +48,7 @@ AnyRecord: TypeAlias = (
     | GateRecord
 )
 
-R = TypeVar("R", bound=AnyRecord)
+R = TypeVar("R", bound=Value)
 Record = Annotated[AnyRecord, Field(discriminator="kind")]
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text in JSON."""
@@ -74,7 +74,7 @@ def without_secrets(record: R) -> R:
         return found[0] if after == before else json.dumps(after, ensure_ascii=False)
 
     changed = _TEXT.sub(shown, text)
-    return record if changed == text else cast(R, type(record).model_validate_json(changed))
+    return record if changed == text else type(record).model_validate_json(changed)
 
 
 def write_whole(text: str, path: Path) -> None:

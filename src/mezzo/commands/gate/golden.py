@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,9 +15,8 @@ from mezzo.commands.gate.judge import other_parts
 from mezzo.errors import HOW_TO_UPDATE, ScriptError, UsageError
 from mezzo.formats import FORMATS
 from mezzo.records import AuditRecord, Finding, Golden, GoldenRun, ModuleFormats, Note, RunRecord
-from mezzo.records.files import write_whole
+from mezzo.records.files import without_secrets, write_whole
 from mezzo.records.run import WIDE_POLICIES
-from mezzo.secrets import hidden_text
 
 GOLDEN_VERSION = 1
 _FLOATS = (*FORMATS, *WIDE_POLICIES)
@@ -71,7 +69,7 @@ def _not_a_golden(path: Path, why: str, accept: str) -> UsageError:
 
 def write_golden(golden: Golden, path: Path) -> None:
     """Write a golden as sorted JSON for a review, without secrets: what fits into a line is one."""
-    data = without_secrets_in(json.loads(golden.model_dump_json()))
+    data = json.loads(without_secrets(golden).model_dump_json())
     write_whole(_lines(data, 0) + "\n", path)
 
 
@@ -90,15 +88,6 @@ def _lines(value: object, depth: int) -> str:
         parts = [f"{inner}{_lines(one, depth + 1)}" for one in value]
     left, right = "{}" if isinstance(value, dict) else "[]"
     return f"{left}\n" + ",\n".join(parts) + f"\n{outer}{right}"
-
-
-def without_secrets_in(value: Any) -> Any:
-    """Return a JSON value with placeholders for the secrets in its texts."""
-    if isinstance(value, dict):
-        return {key: without_secrets_in(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [without_secrets_in(one) for one in value]
-    return hidden_text(value) if isinstance(value, str) else value
 
 
 def run_summary(run: RunRecord, *, step_time: float | None) -> GoldenRun:
