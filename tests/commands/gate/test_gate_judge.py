@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.verdicts.gates import DRAWS, simulated
 from scipy import stats
 
+from mezzo.commands.gate.golden import read_golden, write_golden
 from mezzo.commands.gate.judge import (
     WatchedNumber,
     findings_check,
@@ -172,3 +174,15 @@ def test_rates_of_simulated_gates() -> None:
     """400 gates of each kind: of a rate of 1% or less, at most 10 fail (99.7% of cases); of one of 95% or more, 92% are found."""
     for rate in simulated(400, {"normal": DRAWS["normal"]}):
         assert rate.share <= 10 / 400 if rate.most else rate.share >= 0.92, rate.what
+
+
+def test_a_golden_file_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that looks like a token, nor the value of a secret variable of this machine that was typed."""
+    typed = "plain-words-of-a-key"
+    monkeypatch.setenv("WANDB_API_KEY", typed)
+    monkeypatch.setattr("sys.argv", ["mezzo", f"--key={typed}"])
+    token = "hf_" + "aB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zA1b"
+    write_golden(golden(runs(TENTHS), arguments=[typed, token]), tmp_path / "golden.json")
+    text = (tmp_path / "golden.json").read_text(encoding="utf-8")
+    assert (typed in text, token in text) == (False, False)
+    assert len(read_golden(tmp_path / "golden.json", accept="").arguments) == 2
