@@ -51,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
     "op_lists": "portable",
     "fp8_recipe": "tensorwise",
     "fp8_formats": "ocp",
+    "accumulate": "fp32",
+    "gradients": "auto",
     "reduce": "auto",
     "gather": "auto",
     "world": 1,
@@ -141,6 +143,7 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("reduce=bf16:world=384", {"reduce": "bf16", "world": 384}),
     ("reduce=fp32:world=8:reduce_order=tree", {"reduce": "fp32", "world": 8, "reduce_order": "tree"}),
     ("gather=fp32", {"gather": "fp32"}),
+    ("gradients=bf16", {"gradients": "bf16"}),
     ("loss_scale=static", {"loss_scale": "static"}),
     ("lower=layer_norm+gelu", {"lower": ("layer_norm", "gelu")}),
     ("fp32=bmm:widest=add", {"widest": ("add",), "fp32": ("bmm",)}),
@@ -188,6 +191,7 @@ def policies(draw: st.DrawFn) -> Policy:
     ways = [("portable", a) for a in ("auto", "native", "emulated")]
     ways += [("device", a) for a in ("auto", "native")]
     op_lists, arithmetic = draw(st.sampled_from(ways))
+    emulated_fp8 = compute == "fp8" and op_lists == "portable" and arithmetic != "native"
     lists: dict[str, list[str]] = {name: [] for name in FAMILY_LISTS}
     for family in draw(st.lists(st.sampled_from(FAMILIES), unique=True, max_size=4)):
         names = [family.name, *(python_name(op) for op in family.ops)]
@@ -210,6 +214,8 @@ def policies(draw: st.DrawFn) -> Policy:
         max_scale=high,
         op_lists=op_lists,
         fp8_recipe=draw(st.sampled_from(["tensorwise", "rowwise"])) if compute == "fp8" else "tensorwise",
+        accumulate=draw(st.sampled_from(["fp32", "fp22", "fp22-128", "hopper"])) if emulated_fp8 else "fp32",
+        gradients=draw(st.sampled_from(["auto", "bf16"])) if casting != "model" or compute != "fp16" else "auto",
         arithmetic=arithmetic,
         fp32_modules=tuple(draw(patterns)),
         **{name: tuple(names) for name, names in lists.items()},
@@ -280,7 +286,7 @@ NAME_HINT = "name a preset, another library's name for it, or a .toml policy fil
 FIELDS = (
     "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
-    "fp8_recipe, fp8_formats, reduce, gather, world, reduce_order, lower, fp32, widest, fp32_modules"
+    "fp8_recipe, fp8_formats, accumulate, gradients, reduce, gather, world, reduce_order, lower, fp32, widest, fp32_modules"
 )
 GATHER_HINT = (
     "sharded weights are computed with in the format in which they were gathered: choose the policy of that format"
@@ -291,6 +297,7 @@ SCALE_RANGE = "allowed: a number from 7.88861e-31 to 1.26765e+30"
 COUNT_RANGE = "allowed: a whole number from 1 to 2.14748e+09"
 FAMILY_NAMES = ", ".join(family.name for family in FAMILIES)
 OP_HINT = "name a family such as 'softmax' or an operation such as 'log_softmax'"
+OF_HOPPER = "accumulate={} emulates the sums of Hopper's FP8 units, and {} contradicts it; allowed: {}"
 COMBINATION_HINT = "fp32 and tf32 cast nothing (casting=none); the others cast ops or the model"
 
 WRONG_TEXTS = [
@@ -450,6 +457,31 @@ WRONG_TEXTS = [
         "fp32:casting=model",
         "compute=fp32 and casting=model contradict each other",
         COMBINATION_HINT,
+    ),
+    (
+        "bf16:accumulate=fp22",
+        OF_HOPPER.format("fp22", "compute=bf16", "compute=fp8"),
+        "write fp8:accumulate=fp22, or leave accumulate out",
+    ),
+    (
+        "fp8:accumulate=hopper:arithmetic=native",
+        OF_HOPPER.format("hopper", "arithmetic=native", "arithmetic=auto or emulated"),
+        "write fp8:accumulate=fp22, or leave accumulate out",
+    ),
+    (
+        "fp8:accumulate=fp22-128:fp8_formats=fnuz",
+        OF_HOPPER.format("fp22-128", "fp8_formats=fnuz", "fp8_formats=ocp"),
+        "write fp8:accumulate=fp22, or leave accumulate out",
+    ),
+    (
+        "fp8:accumulate=fp22:op_lists=device",
+        OF_HOPPER.format("fp22", "op_lists=device", "op_lists=portable"),
+        "write fp8:accumulate=fp22, or leave accumulate out",
+    ),
+    (
+        "fp16-pure:gradients=bf16",
+        "gradients=bf16 and policy fp16-pure contradict each other: its gradients are in fp16",
+        "leave gradients out, or choose a preset that keeps weights in FP32",
     ),
     (
         "bf16:world=384",
@@ -683,6 +715,12 @@ ARITHMETIC = [
     ("fp8", gpu(9, 0), "native", "compute capability 9.0; matrix units take e4m3 from 8.9"),
     ("fp8:arithmetic=emulated", gpu(9, 0), "emulated", ASKED),
     (
+        "fp8:accumulate=fp22",
+        gpu(9, 0),
+        "emulated",
+        "a device chooses the format of its own sums; accumulate=fp22 is emulated",
+    ),
+    (
         "fp8:arithmetic=native",
         gpu(9, 0),
         "native",
@@ -895,6 +933,40 @@ EXPLAINED = [
                 "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is",
             ),
             LISTS,
+        ],
+    ),
+    (
+        "fp8:accumulate=hopper:gradients=bf16",
+        PLAIN,
+        [
+            (
+                "compute",
+                "fp8, emulated on plain CPU",
+                "a device chooses the format of its own sums; accumulate=hopper is emulated",
+            ),
+            IN_FP32,
+            UNSCALED_BF16,
+            (
+                "fp8 recipe",
+                "tensorwise: operands e4m3, gradients e5m2",
+                "one scale per tensor, from its largest magnitude at each use",
+            ),
+            (
+                "sums of products",
+                "hopper",
+                "results as fp22, gradients as fp22-128: what torchao's recipes ask of a Hopper",
+            ),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is",
+            ),
+            LISTS,
+            (
+                "sums of gradients",
+                "bf16",
+                "after each micro-batch the sum so far is rounded to it, so what is smaller than half a unit of the sum is lost",
+            ),
         ],
     ),
     (

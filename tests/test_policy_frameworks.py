@@ -69,8 +69,8 @@ def test_what_frameworks_cannot_honour_is_named() -> None:
     assert "growth_factor" not in not_honoured(keras.explain(Policy.parse("fp16")))
     assert not_honoured(paddle.explain(Policy.parse("fp32"))) == set()
     for framework in (keras, paddle):
-        found = not_honoured(framework.explain(Policy.parse("bf16:reduce=fp16:world=8:gather=bf16")))
-        assert found == {"reduce", "gather"}
+        found = not_honoured(framework.explain(Policy.parse("bf16:reduce=fp16:world=8:gather=bf16:gradients=bf16")))
+        assert found == {"reduce", "gather", "gradients"}
     assert not_honoured(paddle.explain(Policy.parse("fp16"))) == {"scale bounds"}
 
 

@@ -72,7 +72,7 @@ def explain(policy: PolicyFields, device: Device | str) -> Choices:
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), weights(policy), loss_scale(policy)]
     if policy.compute == "fp8":
-        choices += [_recipe(policy), _fp8_speed(arithmetic)]
+        choices += [_recipe(policy), *_sums(policy), _fp8_speed(arithmetic)]
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -104,6 +104,19 @@ def _recipe(policy: PolicyFields) -> Choice:
     assert recipe is not None
     value = f"{recipe.name}: operands {recipe.values.name}, gradients {recipe.gradients.name}"
     return _choice("fp8 recipe", value, recipe.reason)
+
+
+_ADDED = {
+    "fp22": "every product, forward and backward, is added up in 14 significant bits, as Hopper's FP8 units do",
+    "fp22-128": "as fp22, and after every 128 products the sum is added to one in FP32",
+    "hopper": "results as fp22, gradients as fp22-128: what torchao's recipes ask of a Hopper",
+}
+
+
+def _sums(policy: PolicyFields) -> list[Choice]:
+    if policy.accumulate == "fp32":
+        return []
+    return [_choice("sums of products", policy.accumulate, _ADDED[policy.accumulate])]
 
 
 def _fp8_speed(arithmetic: str) -> Choice:
@@ -149,6 +162,11 @@ def _lists(policy: PolicyFields) -> Choice:
 
 def _communication(policy: PolicyFields) -> list[Choice]:
     choices = []
+    if policy.gradients != "auto":
+        reason = "they are in it already, as the weights are"
+        if policy.casting != "model":
+            reason = "after each micro-batch the sum so far is rounded to it, so what is smaller than half a unit of the sum is lost"
+        choices.append(_choice("sums of gradients", policy.gradients, reason))
     if policy.reduce != "auto":
         value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
         if policy.world > 1:
@@ -166,9 +184,10 @@ def _communication(policy: PolicyFields) -> list[Choice]:
 
 
 def communication_not_honoured(policy: PolicyFields) -> list[Choice]:
-    """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
-    reason = "formats of communication are set, and emulated, for PyTorch only"
-    requested = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
+    """Return formats of sums and communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
+    reason = "formats of sums and communication are set, and emulated, for PyTorch only"
+    usual = {field: getattr(PolicyFields, field) for field in ("accumulate", "gradients", "reduce", "gather")}
+    requested = [(field, getattr(policy, field)) for field in usual if getattr(policy, field) != usual[field]]
     return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in requested]
 
 

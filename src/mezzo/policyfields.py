@@ -17,7 +17,11 @@ OpLists = Literal["portable", "device"]
 Fp8Formats = Literal["ocp", "fnuz"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
+Accumulate = Literal["fp32", "fp22", "fp22-128", "hopper"]
+GradientSums = Literal["auto", "bf16"]
 
+PROMOTED: Accumulate = "fp22-128"
+"""Sums in 14 significant bits, which are added to sums in FP32 after every 128 products."""
 DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 """The fields that say how a dynamic loss scale changes."""
 INTEGER_FIELDS = ("growth_interval", "hysteresis", "world")
@@ -36,6 +40,8 @@ WORDS: dict[str, tuple[object, ...]] = {
     "reduce": get_args(Exchanged),
     "gather": get_args(Exchanged),
     "reduce_order": get_args(ReduceOrder),
+    "accumulate": get_args(Accumulate),
+    "gradients": get_args(GradientSums),
 }
 RANGES: dict[str, tuple[float, float]] = {
     "init_scale": (2.0**-100, 2.0**100),
@@ -83,6 +89,11 @@ class PolicyFields:
     """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
+    accumulate: Accumulate = "fp32"
+    """Under ``fp8``: the format in which emulated matrix units keep partial sums. ``fp22``: Hopper's. ``fp22-128``: likewise, and sums
+    of 128 products are added up in FP32. ``hopper``: the first for results and the second for gradients, as torchao has them."""
+    gradients: GradientSums = "auto"
+    """Format in which gradients add up over the micro-batches of an update; ``auto``: their own. Emulated in one process."""
     reduce: Exchanged = "auto"
     """Format in which gradients are summed over processes; ``auto``: their own."""
     gather: Exchanged = "auto"
@@ -105,6 +116,11 @@ class PolicyFields:
         """The format that low-precision tensors are stored in (BF16 under ``fp8``)."""
         stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
         return formats.FORMATS[stored]
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether Mezzo rounds gradients after a backward pass: as sums over micro-batches, or as an emulated reduction would."""
+        return self.world > 1 or (self.gradients != "auto" and self.casting != "model")
 
     @property
     def lowers(self) -> bool:
@@ -136,6 +152,8 @@ class PolicyFields:
             )
         if self.arithmetic == "emulated":
             return "emulated", "the policy asks for emulated arithmetic"
+        if self.accumulate != "fp32":
+            return "emulated", f"a device chooses the format of its own sums; accumulate={self.accumulate} is emulated"
         if self.arithmetic == "native" or self.op_lists == "device":
             return "native", self._native_reason(device, worst.level, worst.reason)
         return ("native" if worst.level == "native" else "emulated"), worst.reason
@@ -236,7 +254,25 @@ def _check_combination(policy: PolicyFields) -> None:
                 f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
                 hint=f"leave {field} out, or start from the preset fp8",
             )
+    _check_sums(policy)
     _check_communication(policy)
+
+
+def _check_sums(policy: PolicyFields) -> None:
+    if policy.accumulate != "fp32":
+        others = {"compute": "fp8", "arithmetic": "auto or emulated", "op_lists": "portable", "fp8_formats": "ocp"}
+        for field, allowed in others.items():
+            if (value := getattr(policy, field)) not in allowed.split(" or "):
+                raise PolicyError(
+                    f"accumulate={policy.accumulate} emulates the sums of Hopper's FP8 units, and {field}={value} contradicts it; "
+                    f"allowed: {field}={allowed}",
+                    hint="write fp8:accumulate=fp22, or leave accumulate out",
+                )
+    if policy.gradients != "auto" and policy.casting == "model" and policy.storage.name != policy.gradients:
+        raise PolicyError(
+            f"gradients={policy.gradients} and policy {policy.name} contradict each other: its gradients are in {policy.storage.name}",
+            hint="leave gradients out, or choose a preset that keeps weights in FP32",
+        )
 
 
 def _check_communication(policy: PolicyFields) -> None:

@@ -278,6 +278,8 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
         cause = "several processes", "train with step(loss)"
     elif session.policy.world > 1:
         cause = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
+    elif session.policy.changes_gradients:
+        cause = f"sums of gradients in {session.policy.gradients}", "train with step(loss)"
     elif len({p.device for p in _trained(session)}) > 1:
         cause = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.devices import has_fp64
-from mezzo.formats import FP32
+from mezzo.formats import FP32, Format
 
 _FP32 = FP32.dtype
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -173,6 +174,19 @@ def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Add the gradients that ``set_aside`` removed to the fresh ones."""
     for parameter, gradient in aside:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+@torch.no_grad()
+def round_sums(gradients: Iterable[Tensor], fmt: Format) -> None:
+    """Round gradients in place to ``fmt``, hidden from counters and observers, as if they had been added up in it.
+
+    The sum of a gradient in ``fmt`` and one in FP32 is rounded twice, once to FP32. That changes a result only if the first
+    rounding ends half-way between two numbers of ``fmt``.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for gradient in gradients:
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            real.copy_(real.to(fmt.dtype))
 
 
 def worst_gradients(named: Iterable[tuple[str, Tensor | None]]) -> str:

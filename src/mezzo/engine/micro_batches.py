@@ -117,6 +117,8 @@ class MicroBatches:
                 raise
         self.is_running = False
         put_back(aside)
+        if aside:
+            session.processes.added()
         session.state.loop_checks.gradients_moved()
         if window.batch_ended():
             self._calls.update()

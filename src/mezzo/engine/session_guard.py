@@ -165,7 +165,7 @@ OF_RANGE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradient
 """Alarms that gradients or activations beyond the range of FP16 cause."""
 _WITH_MORE_RANGE = {"fp16": "bf16", "fp16-master": "bf16-master"}
 _KEPT = ("arithmetic", "op_lists", "lower", "fp32", "widest", "fp32_modules")
-_KEPT_IN_FP32 = ("reduce", "gather", "world", "reduce_order")
+_KEPT_IN_FP32 = ("gradients", "reduce", "gather", "world", "reduce_order")
 
 
 def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Policy, str] | str:

@@ -279,6 +279,7 @@ def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tens
 
 FLOP_COUNTS: dict[Any, CountFlops] = {
     aten.mm: _matmul,
+    torch.ops.mezzo.mm: _matmul,
     aten.bmm: _matmul,
     aten.addmm: _addmm,
     aten.baddbmm: _addmm,

@@ -13,7 +13,7 @@ from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import in_fp32, to_format, wrap
 from mezzo.policy import Policy
 
-_KEPT_FIELDS = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
+_KEPT_FIELDS = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale", "accumulate")
 
 
 class OneModule(Protocol):

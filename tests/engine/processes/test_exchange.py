@@ -121,9 +121,9 @@ REFUSED = {
     "shards in FP16": "policy fp16:reduce=fp16 reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: "
     "small ones would be lost; allowed with fully_shard: fp32, bf16\n"
     "  hint: use reduce=bf16, or a mezzo.Session in the script, which reduces scaled gradients",
-    "old shards": "policy fp32:reduce=bf16 sets formats of communication, and the script uses FullyShardedDataParallel; allowed: "
+    "old shards": "policy fp32:reduce=bf16 sets formats of gradients or weights, and the script uses FullyShardedDataParallel; allowed: "
     "DistributedDataParallel and fully_shard\n"
-    "  hint: use fully_shard, or leave reduce and gather out and pass mixed_precision=MixedPrecision(...) in the script",
+    "  hint: use fully_shard, or leave reduce, gather and gradients out and pass mixed_precision=MixedPrecision(...) in the script",
 }
 
 

@@ -1,6 +1,6 @@
 """What brings the second run nearer to the first: policies tried in one step each, and the smallest set in FP32. Imports no torch.
 
-Tried are the other 16-bit format, the last product and the first in FP32, then what ``mezzo fallback`` searches for: a set of modules
+Tried are the other 16-bit format, wider sums, the last product and the first in FP32, then what ``mezzo fallback`` searches for: a set of modules
 that halves the distance, of which none can go. If all modules together do not halve it, the code outside them is searched, by operations.
 Limit: rounding that is spread over all layers has no small set; the search ends after ``_MOST_TRIALS`` runs with the best set so far.
 """
@@ -15,10 +15,11 @@ from typing import NamedTuple
 from mezzo.commands.diff.answer import first_names
 from mezzo.commands.diff.record import DiffTrial
 from mezzo.commands.fallback.search import ModuleSet, in_fp32, needed, search
+from mezzo.formats import FP32
 from mezzo.observe.module_names import covered, outermost
 from mezzo.observe.values.log import Event, ValuesLog
 from mezzo.policy import Policy
-from mezzo.policyfields import MODULE_FIELDS
+from mezzo.policyfields import MODULE_FIELDS, PROMOTED
 
 _FORMATS = {"bf16": "fp16", "fp16": "bf16"}
 _KEPT_FIELDS = ("norms", "arithmetic", "op_lists", *MODULE_FIELDS)
@@ -146,8 +147,15 @@ def candidates(policy: Policy, b: ValuesLog) -> Iterator[Candidate]:
     other = _FORMATS.get(policy.compute)
     if other is not None and policy.name.startswith(policy.compute):
         preset = Policy.parse(policy.name.replace(policy.compute, other))
-        kept = {name: getattr(policy, name) for name in _KEPT_FIELDS}
+        sums = ("gradients",) if policy.casting == "ops" else ()
+        kept = {name: getattr(policy, name) for name in (*_KEPT_FIELDS, *sums)}
         yield Candidate(f"{other} in place of {policy.compute}", preset.replace(**kept))
+    if policy.accumulate != FP32.name:
+        yield Candidate("products added up in fp32", policy.replace(accumulate=FP32.name))
+        if policy.accumulate != PROMOTED:
+            yield Candidate("sums added up in fp32 after 128 products", policy.replace(accumulate=PROMOTED))
+    if policy.changes_gradients and policy.gradients != "auto":
+        yield Candidate("gradients added up in their own format", policy.replace(gradients="auto"))
     named = modules_of(b)
     products = [e.module for e in b.events if e.step == 1 and e.phase == "forward" and e.flops and e.module in named]
     for which, module in zip(("last", "first"), dict.fromkeys((*products[-1:], *products[:1])), strict=False):

@@ -153,7 +153,8 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Operator,
             rule = CastRule(precision)
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
-                run = emulation(op, base, low=policy.storage.name, family=family.name, recipe=recipe)
+                low, accumulate = policy.storage.name, policy.accumulate
+                run = emulation(op, base, low=low, family=family.name, recipe=recipe, accumulate=accumulate)
                 rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
             rules[op] = rule
     return rules

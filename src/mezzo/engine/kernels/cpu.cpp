@@ -16,6 +16,7 @@
 #include "cpu_fingerprints.h"
 #include "cpu_formats.h"
 #include "cpu_mirror.h"
+#include "cpu_sums.h"
 
 namespace {
 

@@ -30,7 +30,8 @@ from mezzo.temporary import folder_of_process
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _HEADERS = tuple(
-    Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "fingerprints", "formats", "mirror")
+    Path(__file__).with_name(f"cpu_{part}.h")
+    for part in ("blocks", "exponents", "fingerprints", "formats", "mirror", "sums")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: it would drop the checks for NaN and infinity. Without contraction a*b+c rounds twice, as torch's kernels do.
@@ -87,6 +88,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5, "fingerprints": 6, "mirror": 6}
     for name, tables in arguments.items():
         getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
+    lib.mezzo_sums.argtypes = [number, *[address] * 5, *[number] * 3]
 
 
 def _build(compiler: str) -> Path:
@@ -170,6 +172,21 @@ def errors(result: Tensor, exact: Tensor, *, seed: int | None = None) -> tuple[f
     _lib().mezzo_mirror(count, *row, torch.get_num_threads())
     del table  # its memory must stay alive during the call
     return sums[0], sums[1]
+
+
+def sums(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """Return sums of products as ``accumulation`` defines them, (m, n).
+
+    Args:
+        a: finite numbers and the powers of two of their exponents, each (m, k) in FP32.
+        b: likewise, (k, n).
+    """
+    left, right = [t.contiguous() for t in a], [t.contiguous() for t in b]
+    (rows, width), columns = left[0].shape, right[0].shape[1]
+    result = torch.empty(rows, columns)
+    at = [t.data_ptr() for t in (*left, *right, result)]
+    _lib().mezzo_sums(rows, *at, width, columns, torch.get_num_threads())
+    return result
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:

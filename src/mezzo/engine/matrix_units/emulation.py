@@ -25,18 +25,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mezzo.engine.matrix_units.accumulation import product
 from mezzo.engine.matrix_units.emulation_nodes import (
     Convolution,
     FlashAttention,
     Linear,
     TorchOperation,
+    as_rows,
     by_casts,
     general,
     is_sparse,
@@ -58,6 +60,8 @@ class Emulation:
     """Name of the format that the unit multiplies in."""
     recipe: Recipe | None = None
     """How 8-bit operands are scaled; None for 16-bit ones."""
+    accumulate: str = FP32.name
+    """How the products of 8-bit operands are added up, in a policy's word."""
     run: TorchOperation = field(compare=False)
     ran: ClassVar[bool] = False
     """Whether this process has run any emulation; until then counters need not check whether an operation belongs to one."""
@@ -255,7 +259,9 @@ SPECIAL: dict[str, TorchOperation] = {
 }
 
 
-def emulation(op: TorchOperation, name: str, *, low: str, family: str, recipe: Recipe | None) -> Emulation:
+def emulation(
+    op: TorchOperation, name: str, *, low: str, family: str, recipe: Recipe | None, accumulate: str = FP32.name
+) -> Emulation:
     """Return the emulation of torch's ``op``.
 
     Args:
@@ -264,16 +270,18 @@ def emulation(op: TorchOperation, name: str, *, low: str, family: str, recipe: R
         low: name of the 16-bit format.
         family: its family in the op lists.
         recipe: how linear layers compute in 8 bits; None if they stay in 16 bits.
+        accumulate: how their products are added up, in a policy's word.
     """
     if recipe is not None and name == "linear":
-        return Emulation(name=name, format=recipe.values.name, recipe=recipe, run=partial(float8_linear, recipe=recipe))
+        in_8_bits = partial(float8_linear, recipe=recipe, accumulate=accumulate)
+        return Emulation(name=name, format=recipe.values.name, recipe=recipe, accumulate=accumulate, run=in_8_bits)
     run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _generic(op)
     return Emulation(name=name.strip("_"), format=low, run=run)
 
 
 # A layer has three products: the result, the gradient of its input and the gradient of its weight. Both operands of each
-# are multiplied by a scale and rounded to 8 bits, their products are added up in FP32, divided by the scales and rounded
-# to BF16. Each use computes its scale from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
+# are multiplied by a scale and rounded to 8 bits, their products are added up in FP32 (or as in ``accumulation``), divided by the scales
+# and rounded to BF16. Each use computes its scale from the largest magnitude: ``scale = max / amax`` (arXiv:2209.05433,
 # section 3.2). The two recipes are torchao's, which computes them on a GPU:
 #
 # ``tensorwise``  one scale per tensor; values and weights in E4M3, gradients in E5M2
@@ -286,31 +294,39 @@ def emulation(op: TorchOperation, name: str, *, low: str, family: str, recipe: R
 # not stored.
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, accumulate: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.stands_for = recipe, recipe.values.name
-        return F.linear(_rounded(x, recipe.values, along=-1), _rounded(weight, recipe.values, along=-1)).to(x.dtype)
+        ctx.recipe, ctx.accumulate, ctx.stands_for = recipe, accumulate, recipe.values.name
+        formats = recipe.values, recipe.values
+        return (
+            _product(as_rows(x), weight.mT, formats, accumulate, "results")
+            .to(x.dtype)
+            .reshape(*x.shape[:-1], len(weight))
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        recipe: Recipe = ctx.recipe
-        rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        formats = ctx.recipe.gradients, ctx.recipe.values
+        rows = as_rows(grad)
         grad_x = grad_weight = None
         if wants(ctx, 0):
-            wide = _rounded(rows, recipe.gradients, along=-1) @ _rounded(weight, recipe.values, along=0)
-            grad_x = wide.to(x.dtype).reshape(x.shape)
+            grad_x = _product(rows, weight, formats, ctx.accumulate, "gradients").to(x.dtype).reshape(x.shape)
         if wants(ctx, 1):
-            wide = _rounded(rows, recipe.gradients, along=0).mT @ _rounded(columns, recipe.values, along=0)
+            wide = _product(rows.mT, as_rows(x), formats, ctx.accumulate, "gradients")
             grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
-def _rounded(x: Tensor, fmt: Format, *, along: int) -> Tensor:
-    """Return ``x`` rounded to ``fmt``, in FP32, for a product that sums along dimension ``along``."""
-    stored, scale = quantise(x, fmt, along=along)
-    return stored.float() / scale
+def _product(
+    a: Tensor, b: Tensor, formats: tuple[Format, Format], accumulate: str, of: Literal["results", "gradients"]
+) -> Tensor:
+    """Return ``a @ b`` in FP32, with operands rounded to ``formats``."""
+    (stored_a, factor_a), (stored_b, factor_b) = quantise(a, formats[0], along=-1), quantise(b, formats[1], along=0)
+    if accumulate == FP32.name:
+        return (stored_a.float() / factor_a) @ (stored_b.float() / factor_b)
+    return product(stored_a, stored_b, (factor_a, factor_b), accumulate=accumulate, of=of)
 
 
 def quantise(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor]:
@@ -334,11 +350,13 @@ def quantise(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor]:
     return (x.float() * factor).clamp(-fmt.max, fmt.max).to(fmt.dtype), factor
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, accumulate: str = FP32.name
+) -> Tensor:
     """Emulate a linear layer in FP8; ``x``, ``bias`` and result are BF16, ``weight`` is BF16 or FP32."""
     if weight.dim() == 1:  # one output feature, without a dimension of its own
-        return float8_linear(x, weight[None], bias, recipe=recipe).squeeze(-1)
-    y: Tensor = _Float8Linear.apply(x, weight, recipe)
+        return float8_linear(x, weight[None], bias, recipe=recipe, accumulate=accumulate).squeeze(-1)
+    y: Tensor = _Float8Linear.apply(x, weight, recipe, accumulate)
     return y if bias is None else y + bias
 
 

@@ -72,18 +72,18 @@ class Linear(torch.autograd.Function):
         if torch.is_grad_enabled():  # the backward pass runs with create_graph
             return _linear_gradients(ctx, grad, x, weight)
         wide = grad.float()
-        rows = _rows(wide)
+        rows = as_rows(wide)
         grad_x = grad_weight = grad_bias = None
         if wants(ctx, 0):
             grad_x = (wide @ weight.float()).to(weight.dtype)
         if wants(ctx, 1):
-            grad_weight = (rows.mT @ _rows(x.float())).to(x.dtype)
+            grad_weight = (rows.mT @ as_rows(x.float())).to(x.dtype)
         if ctx.has_bias and wants(ctx, 2):
             grad_bias = rows.sum(0).to(grad.dtype)
         return grad_x, grad_weight, grad_bias
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return ``x`` as one matrix with the rows of all its matrices; unlike ``reshape(-1, n)``, it accepts a width of zero."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
@@ -95,9 +95,9 @@ def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, T
 
 def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of a linear layer with operations that are emulated and differentiable themselves."""
-    rows = _rows(grad)
+    rows = as_rows(grad)
     grad_x = matmul(grad, weight) if wants(ctx, 0) else None
-    grad_weight = matmul(rows.mT, _rows(x)) if wants(ctx, 1) else None
+    grad_weight = matmul(rows.mT, as_rows(x)) if wants(ctx, 1) else None
     wants_bias = ctx.has_bias and wants(ctx, 2)
     return grad_x, grad_weight, rows.float().sum(0).to(grad.dtype) if wants_bias else None
 
@@ -124,7 +124,7 @@ class MatMul(torch.autograd.Function):
         if wants(ctx, 1):
             # Of a matrix: fold the batch into the rows, for one product instead of a batch of them and a sum.
             folds = len(shape_b) == 2
-            product = _rows(a.float()).mT @ _rows(wide) if folds else (a.float().mT @ wide).sum_to_size(shape_b)
+            product = as_rows(a.float()).mT @ as_rows(wide) if folds else (a.float().mT @ wide).sum_to_size(shape_b)
             grad_b = product.to(a.dtype)
         return grad_a, grad_b
 
@@ -136,7 +136,7 @@ def _matmul_gradients(ctx: Any, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Ten
     if not wants(ctx, 1):
         return grad_a, None
     if len(shape_b) == 2:  # one product and one rounding, as without create_graph
-        return grad_a, matmul(_rows(a).mT, _rows(grad))
+        return grad_a, matmul(as_rows(a).mT, as_rows(grad))
     return grad_a, matmul(a.mT, grad).sum_to_size(shape_b)
 
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mezzo.devices import has_fp64
 from mezzo.engine import session_errors
-from mezzo.engine.gradients import all_finite, gradients_of
+from mezzo.engine.gradients import all_finite, gradients_of, round_sums
 from mezzo.engine.processes.exchange import (
     ReadScale,
     as_wide,
@@ -52,7 +52,7 @@ from mezzo.engine.processes.shards import Replica, buckets, is_shared, local, pa
 from mezzo.engine.window import Window
 from mezzo.errors import SessionError
 from mezzo.explain import Choice
-from mezzo.formats import FP16, FP32, FP64, Format
+from mezzo.formats import FORMATS, FP16, FP32, FP64, Format
 from mezzo.policy import Policy
 
 
@@ -88,6 +88,9 @@ class OneProcess:
     def ran(self, calls: int) -> None:
         """Register a backward pass, the ``calls``-th of its window, and prepare for the next."""
 
+    def added(self) -> None:
+        """Round the sums of gradients, to which some were added, if the policy names a format for them."""
+
     def collect(self) -> None:
         """Average gradients over the processes if no backward pass did."""
 
@@ -115,14 +118,18 @@ class OneProcess:
 
 
 class Emulated(OneProcess):
-    """The only process, with gradients rounded as if several had reduced them (``reduce=bf16:world=384``)."""
+    """The only process, with gradients rounded as sums (``gradients=bf16``), or as if others reduced them (``reduce=bf16:world=9``)."""
 
     def __init__(self, trained: Sequence[nn.Parameter], policy: Policy) -> None:
-        self._trained, self._world = trained, EmulatedWorld(policy)
+        self._trained = trained
+        self._sums = None if policy.gradients == "auto" else FORMATS[policy.gradients]
+        self._world = EmulatedWorld(policy) if policy.world > 1 else None
         self._due = False
 
     def explain(self) -> list[Choice]:
         """Return that processes are emulated, and the error of their rounding so far."""
+        if self._world is None:
+            return []
         value = f"{self._world.size}, emulated"
         error = self._world.error()
         reason = "only the rounding of their reduction is: this process has the gradients of all"
@@ -131,12 +138,18 @@ class Emulated(OneProcess):
         return [Choice(what="processes", value=value, reason=reason)]
 
     def ran(self, calls: int) -> None:
-        """Register a backward pass, whose gradients must be reduced."""
+        """Register a backward pass, whose gradients must be rounded and reduced."""
         self._due = True
+        self.added()
+
+    def added(self) -> None:
+        """Round the sums of gradients."""
+        if self._sums is not None:
+            round_sums(map(local, gradients_of(self._trained)), self._sums)
 
     def collect(self) -> None:
         """Reduce the window's gradients, once."""
-        if self._due:
+        if self._due and self._world is not None:
             self._world.reduce(gradients_of(self._trained))
             self._due = False
 
@@ -347,9 +360,9 @@ def processes_for(
 
     Raises:
         SessionError: parameters would drift apart, or the policy cannot be applied to shards.
-        PolicyError: the policy emulates processes, and there are several.
+        PolicyError: the policy emulates processes or sums of one process, and there are several.
     """
-    alone: OneProcess = Emulated(trained, policy) if policy.world > 1 else OneProcess()
+    alone: OneProcess = Emulated(trained, policy) if policy.changes_gradients else OneProcess()
     if not (dist.is_available() and dist.is_initialized()):
         return alone
     modules = list(dict.fromkeys(m for model in models for m in model.modules()))
@@ -357,7 +370,7 @@ def processes_for(
     roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
     if not replicas and not roots:
         return alone
-    if policy.world > 1 and dist.get_world_size() == 1:
+    if policy.changes_gradients and dist.get_world_size() == 1:
         refuse_other_formats(roots, policy, reduces=False)
         return alone
     _refuse_unshared(replicas, trained)

@@ -117,11 +117,16 @@ def use_in_hooks(models: Iterable[DistributedDataParallel], policy: Policy) -> N
 
 
 def refuse_world(policy: Policy) -> None:
-    """Refuse to emulate processes among several real ones.
+    """Refuse to emulate processes among several real ones, or the sums of one process.
 
     Raises:
-        PolicyError: the policy emulates processes.
+        PolicyError: the policy emulates one of them.
     """
+    if policy.world == 1 and policy.changes_gradients:
+        raise PolicyError(
+            f"policy {policy!s} emulates sums of gradients in one process, and {dist.get_world_size()} train; allowed: one process",
+            hint="try this policy in one process, and leave gradients out with several",
+        )
     if policy.world > 1:
         raise PolicyError(
             f"policy {policy!s} emulates {policy.world} processes, and {dist.get_world_size()} real ones train; allowed: one process",

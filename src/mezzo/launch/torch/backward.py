@@ -192,7 +192,7 @@ class BackwardPasses:
                 compute, roots, grad_outputs, self._run.precision.scale, args, kwargs, repeats=not of_update
             )
             found = [g for g in listed(gradients) if g is not None]
-            self._communication.reduce(found)
+            self._communication.returned(found)
             self._run.losses.returned(found)
             if not self._run.objects.optimizers:
                 self._run.made_by_hand(found)

@@ -1,4 +1,4 @@
-"""Reduce a script's gradients, and gather its sharded weights, in the formats that the policy names.
+"""Add up and reduce a script's gradients, and gather its sharded weights, in the formats that the policy names.
 
 Several processes: ``DistributedDataParallel`` gets a communication hook before its first forward pass, unless the script
 registers one of its own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every
@@ -6,6 +6,8 @@ backward pass as the reduction over ``world`` processes would change them (``eng
 does that, too, unless a script calls ``no_sync``: so if a script accumulates, every backward pass reduces what has been added up.
 Gathering only rounds each weight, in the same way for any number of processes: ``fully_shard`` in a group of one process does it, for
 the modules that the script shards.
+
+Sums of gradients over micro-batches (``gradients=bf16``) are rounded after every backward pass too, in one process.
 
 The loss scale is divided out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
 """
@@ -22,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.engine.gradients import gradients_of, trained_leaves
+from mezzo.engine.gradients import gradients_of, round_sums, trained_leaves
 from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.engine.processes.exchange import refuse_world, set_hook
+from mezzo.engine.processes.shards import local
 from mezzo.errors import PolicyError, ScriptError
-from mezzo.formats import FORMATS
+from mezzo.formats import FORMATS, Format
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import TorchRun
 from mezzo.policy import Policy
@@ -39,6 +42,7 @@ _NO_GROUP = (
     "the script uses neither DistributedDataParallel nor fully_shard in several processes; world=N emulates N processes"
 )
 _NO_SHARDS = "the script does not use fully_shard, which in a group of one process rounds weights as in a group of many"
+_OWN_SUMS = "the script adds up the results of torch.autograd.grad itself"
 _EXCHANGED = ("reduce", "gather")
 
 
@@ -49,14 +53,22 @@ class Communication:
         self._run = run
         self._policy = run.precision.effective
         self._world: EmulatedWorld | None = None
-        if self._policy is not None and self._policy.world > 1:
+        self._sums: Format | None = None
+        if self._policy is None:
+            return
+        if self._policy.gradients != "auto" and self._policy.changes_gradients:
+            self._sums = FORMATS[self._policy.gradients]
+        if self._policy.world > 1:
             self._world = EmulatedWorld(self._policy, self._loss_scale)
             run.notes.add_measurement(self.explanation)
 
     def install(self, patches: Patches) -> None:
         """Apply the policy to models that the script replicates or shards, until ``patches`` are undone."""
         policy = self._policy
-        if policy is None or not (named := [f for f in _EXCHANGED if getattr(policy, f) != "auto"]):
+        if policy is None:
+            return
+        named = [f for f in _EXCHANGED if getattr(policy, f) != "auto"]
+        if not (named or self._sums):
             return
         for field in named:
             if field == "gather" or self._world is None:
@@ -98,6 +110,12 @@ class Communication:
     def _shard(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        if self._sums is not None:
+            raise PolicyError(
+                f"policy {policy!s} rounds the sums of gradients after every backward pass, and fully_shard can keep them to itself; "
+                "allowed: gradients=auto",
+                hint="leave gradients out, or try the policy on the model without fully_shard",
+            )
         alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world reduces
         if not alone:
             refuse_world(policy)
@@ -126,19 +144,25 @@ class Communication:
         Args:
             parameters: returns the parameters that the backward pass reaches, for a script without optimizers.
         """
-        if self._world is None:
+        if self._world is None and self._sums is None:
             return None
         trained = [p for o in self._run.objects.optimizers for p in trained_leaves(o)]
         return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(trained or parameters())]
 
     def after_backward(self, before: Before | None) -> None:
-        """Reduce the gradients that a backward pass has changed since ``before``."""
+        """Round and reduce the gradients that a backward pass has changed since ``before``."""
         if before is not None:
             changed = [p for p, grad, version in before if p.grad is not grad or _version(p.grad) != version]
-            self.reduce(gradients_of(changed))
+            gradients = gradients_of(changed)
+            if self._sums is not None:
+                round_sums(map(local, gradients), self._sums)
+            if self._world is not None:
+                self._world.reduce(gradients)
 
-    def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Change gradients in place as the reduction over an emulated world would."""
+    def returned(self, gradients: Sequence[Tensor]) -> None:
+        """Change the results of ``torch.autograd.grad`` in place as the reduction over an emulated world would."""
+        if self._sums is not None:
+            self._run.notes.note_left_alone("gradients", self._sums.name, _OWN_SUMS)
         if self._world is not None:
             self._world.reduce(gradients)
 
@@ -160,9 +184,9 @@ class Communication:
 
 def _refuse(policy: Policy, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     raise PolicyError(
-        f"policy {policy!s} sets formats of communication, and the script uses FullyShardedDataParallel; "
+        f"policy {policy!s} sets formats of gradients or weights, and the script uses FullyShardedDataParallel; "
         "allowed: DistributedDataParallel and fully_shard",
-        hint="use fully_shard, or leave reduce and gather out and pass mixed_precision=MixedPrecision(...) in the script",
+        hint="use fully_shard, or leave reduce, gather and gradients out and pass mixed_precision=MixedPrecision(...) in the script",
     )
 
 

@@ -77,8 +77,8 @@ class SteadyState:
             return
         if len(self._objects.optimizers) != 1 or self._losses.may_be_several:
             return
-        if self._precision.effective is not None and self._precision.effective.world > 1:
-            return  # every backward pass has a reduction to emulate
+        if self._precision.effective is not None and self._precision.effective.changes_gradients:
+            return  # every backward pass has a reduction or a sum to emulate
         optimizer = self._last()
         if optimizer is None or optimizer not in self._objects.optimizers:
             return

@@ -23,6 +23,7 @@ from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, readi
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.result_sizes import largest_sizes
 from mezzo.measure.predict.tape import TrainingTape
+from mezzo.formats import FP32
 from mezzo.policy import Policy
 
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
@@ -227,11 +228,11 @@ def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]
     """Return what opens the region of ``policy``, its casts applied natively; what CUDA refuses is refused."""
     if policy is None or not policy.lowers:
         return nullcontext
-    return Casting.of(policy.replace(arithmetic="native"), "cpu", stands_for_cuda=True).region
+    return Casting.of(policy.replace(arithmetic="native", accumulate=FP32.name), "cpu", stands_for_cuda=True).region
 
 
 def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
     """Return what opens the region in which checkpointed modules run again."""
     if policy is None or not policy.lowers:
         return nullcontext
-    return Casting.of(policy.replace(arithmetic="native"), "cpu", stands_for_cuda=True).backward
+    return Casting.of(policy.replace(arithmetic="native", accumulate=FP32.name), "cpu", stands_for_cuda=True).backward

@@ -476,7 +476,7 @@ def _source(script: str, nodes: Sequence[ast.expr]) -> BatchSource:
     return BatchSource(where=where, file=script, numbers=tuple((node.lineno, node.col_offset) for node in nodes))
 
 
-_NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
+_NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic", "accumulate")
 """Fields of a policy that change neither its casts nor its storage."""
 
 
