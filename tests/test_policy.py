@@ -143,7 +143,6 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("reduce=bf16:world=384", {"reduce": "bf16", "world": 384}),
     ("reduce=fp32:world=8:reduce_order=tree", {"reduce": "fp32", "world": 8, "reduce_order": "tree"}),
     ("gather=fp32", {"gather": "fp32"}),
-    ("gradients=bf16", {"gradients": "bf16"}),
     ("loss_scale=static", {"loss_scale": "static"}),
     ("lower=layer_norm+gelu", {"lower": ("layer_norm", "gelu")}),
     ("fp32=bmm:widest=add", {"widest": ("add",), "fp32": ("bmm",)}),

@@ -1,7 +1,8 @@
 """What brings the second run nearer to the first: policies tried in one step each, and the smallest set in FP32. Imports no torch.
 
-Tried are the other 16-bit format, wider sums, the last product and the first in FP32, then what ``mezzo fallback`` searches for: a set of modules
-that halves the distance, of which none can go. If all modules together do not halve it, the code outside them is searched, by operations.
+Tried are the other 16-bit format, wider sums, the last product and the first in FP32, then what ``mezzo fallback`` searches for: a set
+of modules that halves the distance, of which none can go. If all modules together do not halve it, the code outside them is searched, by
+operations.
 Limit: rounding that is spread over all layers has no small set; the search ends after ``_MOST_TRIALS`` runs with the best set so far.
 """
 

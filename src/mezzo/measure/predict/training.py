@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights, NoMasters
+from mezzo.formats import FP32
 from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.operations import cuda_operators
@@ -23,7 +24,6 @@ from mezzo.measure.predict.placeholder_numbers import placeholder_numbers, readi
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.result_sizes import largest_sizes
 from mezzo.measure.predict.tape import TrainingTape
-from mezzo.formats import FP32
 from mezzo.policy import Policy
 
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
