@@ -112,6 +112,8 @@ SCENES: dict[str, Callable[[int], Any]] = {
     "script's own hook": lambda rank: by_script("fp32:reduce=bf16", rank, hook=True),
     "refused: a session's world": lambda rank: by_session("fp32:reduce=bf16:world=8", rank),
     "refused: a script's world": lambda rank: by_script("fp32:reduce=bf16:world=8", rank),
+    "refused: a session's sums": lambda rank: by_session("fp32:gradients=bf16", rank),
+    "refused: a script's sums": lambda rank: by_script("fp32:gradients=bf16", rank),
     "refused: a hook of its own": lambda rank: by_session("fp32:reduce=bf16", rank, make=with_hook),
     "refused: other shards": lambda rank: by_session("bf16:reduce=bf16", rank, make=sharded),
     "refused: other gathering": lambda rank: by_session("bf16:gather=bf16", rank, make=sharded),

@@ -1,4 +1,4 @@
-"""Gradients of many parameters: scaling them and dropping them."""
+"""Gradients of many parameters: scaling them, adding them up in fewer bits and dropping them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.engine.gradients import any_not_finite, drop_gradients, finite_each, multiply
+from mezzo.engine.gradients import any_not_finite, drop_gradients, finite_each, multiply, round_sums
+from mezzo.formats import FORMATS
 
+FP32 = torch.float32
 KINDS = [[torch.float32], [torch.float16], [torch.float64], [torch.float32, torch.float16], []]
 
 
@@ -63,3 +65,29 @@ def test_a_replaced_zero_grad_is_called() -> None:
     optimizer.zero_grad = lambda set_to_none=True: asked.append(set_to_none)  # type: ignore[method-assign]
     drop_gradients([optimizer])
     assert asked == [True]
+
+
+# what is added one after the other, and the sum in BF16, which has 8 significant bits
+SUMS: dict[str, tuple[list[float], float]] = {
+    "256 is the last whole number that 1 can be added to": ([256.0, 1.0], 256.0),
+    "but not before it": ([255.0, 1.0], 256.0),
+    "a tie goes to the even number": ([258.0, 1.0], 260.0),
+    "many small ones are all lost": ([256.0] + [1.0] * 63, 256.0),
+    "and kept if they come first": ([1.0] * 63 + [256.0], 320.0),
+    "FP32 keeps what BF16 has no bits for": ([1.0, 2.0**-9], 1.0),
+    "infinities stay": ([1.0, float("inf")], float("inf")),
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "complex", "FP64", "BF16"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_in_bf16(name: str, kind: str) -> None:
+    added, expected = SUMS[name]
+    dtype = {"dense": FP32, "complex": torch.complex64, "FP64": torch.float64, "BF16": torch.bfloat16}[kind]
+    total = torch.zeros(3, dtype=dtype)
+    place = total.data_ptr()
+    for value in added:
+        total += value
+        round_sums([total], FORMATS["bf16"])
+    assert total.real.tolist() == [expected] * 3
+    assert (total.dtype, total.data_ptr()) == (dtype, place)

@@ -353,7 +353,7 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, uncoun
     counts: dict[str, object] = {
         "flops_by_format": dict(counted.by_format),
         "update_flops_by_format": dict(counted.in_updates),
-        "emulated": rounds or (policy is not None and policy.world > 1),
+        "emulated": rounds or (policy is not None and policy.changes_gradients),
         "num_lowered": counted.num_lowered,
         "counted_on_step": counted.step,
         "left_alone": left,

@@ -133,8 +133,15 @@ def shares_note(*runs: RunRecord) -> str:
         note += (
             f" Under {fmt.listed(worlds)} reductions over processes were emulated: times say nothing about a speed-up."
         )
+    sums = [
+        one for one in _policies(run for run in counted if ":gradients=" in (run.policy or "")) if one not in worlds
+    ]
+    if sums:
+        note += f" Under {fmt.listed(sums)} sums of gradients were emulated: times say nothing about a speed-up."
     emulated = [
-        policy for policy in _policies(run for run in counted if run.effective.emulated) if policy not in worlds
+        policy
+        for policy in _policies(run for run in counted if run.effective.emulated)
+        if policy not in (*worlds, *sums)
     ]
     if not emulated:
         return note

@@ -107,7 +107,13 @@ def test_a_hook_of_the_script_is_kept(results: list[dict[str, Any]]) -> None:
     assert left == ["reduce bf16: the script's own communication hook decides the format"]
 
 
+SUMS = (
+    "policy fp32:gradients=bf16 emulates sums of gradients in one process, and 3 train; allowed: one process\n"
+    "  hint: try this policy in one process, and leave gradients out with several"
+)
 REFUSED = {
+    "a session's sums": SUMS,
+    "a script's sums": SUMS,
     "a session's world": "policy fp32:reduce=bf16:world=8 emulates 8 processes, and 3 real ones train; allowed: one process\n"
     "  hint: leave world out: real processes reduce in the format themselves",
     "a script's world": "policy fp32:reduce=bf16:world=8 emulates 8 processes, and 3 real ones train; allowed: one process\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,6 +106,65 @@ def test_every_backward_pass_reduces_what_it_computed(loop: Callable[[Reduce], l
     expected = loop(EmulatedWorld(Policy.parse(POLICY)).reduce)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(found, loop(nothing), strict=True))
+
+
+def added_in_bf16(gradients: list[Tensor]) -> None:
+    for gradient in gradients:
+        gradient.copy_(gradient.bfloat16())
+
+
+@pytest.mark.parametrize("loop", [with_optimizer, accumulating, two_models, by_hand])
+def test_every_backward_pass_rounds_the_sums_that_it_added_to(loop: Callable[[Reduce], list[Tensor]]) -> None:
+    with switched(Policy.parse("fp32:gradients=bf16")) as (run, _):
+        found = loop(nothing)
+        assert "gradients bf16" not in run.notes.left_alone
+    expected = loop(added_in_bf16)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(found, loop(nothing), strict=True))
+
+
+def test_sums_of_what_autograd_grad_returns_are_the_scripts_own() -> None:
+    with switched(Policy.parse("fp32:gradients=bf16")) as (run, _):
+        found = by_grad(nothing)
+        left = run.notes.left_alone["gradients bf16"]
+    assert left.reason == "the script adds up the results of torch.autograd.grad itself"
+    assert all(torch.equal(a, b) for a, b in zip(found, by_grad(nothing), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_scripts_and_sessions_add_up_micro_batches_alike(policy: str) -> None:
+    """With one optimizer and past the first hundred updates, when little else is recorded; a session also by parts of a batch."""
+    parts, policy = batches(4), f"{policy}:gradients=bf16"
+
+    def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(110):
+            for x, y in parts:
+                (F.cross_entropy(model(x).float(), y) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def session(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        one = Session(model, optimizer, policy=policy, accumulate=4)
+        for x, y in parts * 110:
+            with one.autocast():
+                loss = F.cross_entropy(model(x).float(), y)
+            one.step(loss)
+
+    def whole_batches(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        one = Session(model, optimizer, policy=policy, micro_batch=len(parts[0][0]))
+        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        for _ in range(110):
+            one.train_batch(lambda x, y: F.cross_entropy(model(x).float(), y), x, y)
+
+    trained = []
+    for train in (script, session, whole_batches):
+        model = mlp(6, 9, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with switched(Policy.parse(policy)) if train is script else nullcontext():
+            train(model, optimizer)
+        trained.append(list(model.parameters()))
+    for others in trained[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(trained[0], others, strict=True))
 
 
 class Product(nn.Module):

@@ -11,7 +11,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report import pages
 from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Nothing, Span
 from mezzo.report.colours import policy_style
-from mezzo.report.commands import ScriptCommands, best_first
+from mezzo.report.commands import ScriptCommands, best_first, preset_of
 from mezzo.report.log_entries import LogEntry, plain_entry
 from mezzo.report.sections import (
     Charts,
@@ -334,7 +334,11 @@ def _next(record: DiffRecord) -> Iterator[NextStep]:
     elif record.mode == "policies" and best is not None:
         yield from commands.step("train with what halves the difference at the least cost", "run", policy=best.policy)
     elif record.mode == "policies" and record.verdict in ("rounding", "beyond rounding"):
-        yield from commands.step("find the modules that have to stay in fp32", "fallback", policy=record.name_b)
+        if preset_of(record.name_b) in ("fp32", "tf32"):  # no module computes in a lower format
+            policies = f"{record.name_a},{record.name_b}"
+            yield from commands.step(f"see whether {record.name_b} trains as well", "compare", policies=policies)
+        else:
+            yield from commands.step("find the modules that have to stay in fp32", "fallback", policy=record.name_b)
     elif record.verdict in ("different data", "not repeatable"):
         yield from commands.again("after seeding what is random, compare again")
 
