@@ -148,3 +148,31 @@ def test_what_is_refused(
     assert main(["diff", *words]) == (7 if "keras.py" in words else 2)
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert [path.name for path in tmp_path.iterdir()] == ["keras.py"]
+
+
+SUMS = str(SCRIPTS / "diff" / "sums.py")
+
+
+def test_products_added_up_in_fewer_bits(tmp_path: Path) -> None:
+    """The first difference is the first sum of 4096 products, and what helps is to add up in FP32 after every 128."""
+    policies = "fp8,fp8:accumulate=fp22"
+    code, record = diff(tmp_path / "out", "--policies", policies, "--steps", "1", SUMS, "0", "1e-5")
+    assert (code, record.verdict) == (0, "rounding")
+    assert record.first is not None
+    assert (record.first.b.op, record.first.b.module, record.first.b.phase) == ("linear", "wide", "forward")
+    assert 0.05 < record.first.distance < 0.1
+    shares = {trial.policy: trial.share for trial in record.trials}
+    assert shares["fp8:accumulate=fp22-128"] > 0.9
+    assert "fp8" not in shares  # the first run
+
+
+def test_gradients_added_up_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each small gradient is 0.0015 of the large one: less than half a unit, which is 2^-9 to 2^-8 of the sum. All 31 are lost."""
+    policies = "fp32,fp32:gradients=bf16"
+    code, record = diff(tmp_path / "out", "--policies", policies, "--steps", "1", SUMS, "31", "1e-5")
+    assert (code, record.verdict) == (1, "beyond rounding")
+    assert {(one.b.op, one.b.phase) for one in record.beginnings} == {("accumulate_grad", "backward")}
+    gradients = next(one.distance for one in record.outcomes if one.what == "gradients")
+    lost = 31 * 0.0015 / (1 + 31 * 0.0015)
+    assert gradients == pytest.approx(lost, abs=2.0**-8)  # the large one is rounded, too
+    assert "mezzo compare --policies fp32,fp32:gradients=bf16" in capsys.readouterr().out
