@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.autocast_kernels import is_off_inside
+from mezzo.engine.matrix_units.accumulation import OPERATION
 from mezzo.engine.matrix_units.emulation import Emulation, running
 from mezzo.engine.matrix_units.emulation_nodes import is_recomputed, stands_for
 from mezzo.engine.matrix_units.native_units import runs_in_tf32
@@ -279,7 +280,7 @@ def _attention_backward(result: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tens
 
 FLOP_COUNTS: dict[Any, CountFlops] = {
     aten.mm: _matmul,
-    torch.ops.mezzo.mm: _matmul,
+    OPERATION: _matmul,
     aten.bmm: _matmul,
     aten.addmm: _addmm,
     aten.baddbmm: _addmm,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from helpers_engine import casting, randn
 from mezzo.engine.kernels import cpu
-from mezzo.engine.matrix_units.accumulation import product
+from mezzo.engine.matrix_units.accumulation import OPERATION, product
 from mezzo.engine.matrix_units.emulation import float8_linear, quantise
 from mezzo.formats import RECIPES, format_of
 from mezzo.measure.flops import FlopCounter
@@ -231,8 +231,8 @@ def test_counters_see_one_product_of_8_bit_numbers() -> None:
 def test_wide_operands_have_the_exact_product_and_fake_ones_a_shape() -> None:
     """Observers compute an operation again in FP32 or FP64, and predictions with fake tensors."""
     a, b, two = randn(3, 40).to(E4), randn(40, 4).to(E4), torch.tensor(2.0)
-    wide = torch.ops.mezzo.mm(a.double(), b.double(), two.double(), two.double(), False)
+    wide = OPERATION(a.double(), b.double(), two.double(), two.double(), False)
     assert torch.equal(wide, a.double() @ b.double() / 4)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = torch.ops.mezzo.mm(a, b, two, two, True)
+        fake = OPERATION(a, b, two, two, True)
     assert (fake.shape, fake.dtype) == ((3, 4), FP32)

@@ -88,7 +88,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     arguments = {"sum_of_squares": 3, "adamw": 15, "sgd": 13, "exponents": 5, "fingerprints": 6, "mirror": 6}
     for name, tables in arguments.items():
         getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
-    lib.mezzo_sums.argtypes = [number, *[address] * 5, *[number] * 3]
+    lib.mezzo_sums.argtypes = [number, *[address] * 5, *[number] * 4]
 
 
 def _build(compiler: str) -> Path:
@@ -174,18 +174,19 @@ def errors(result: Tensor, exact: Tensor, *, seed: int | None = None) -> tuple[f
     return sums[0], sums[1]
 
 
-def sums(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+def sums(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, promoted: int) -> Tensor:
     """Return sums of products as ``accumulation`` defines them, (m, n).
 
     Args:
         a: finite numbers and the powers of two of their exponents, each (m, k) in FP32.
         b: likewise, (k, n).
+        promoted: the products after which a sum is added to one in FP32.
     """
     left, right = [t.contiguous() for t in a], [t.contiguous() for t in b]
     (rows, width), columns = left[0].shape, right[0].shape[1]
     result = torch.empty(rows, columns)
     at = [t.data_ptr() for t in (*left, *right, result)]
-    _lib().mezzo_sums(rows, *at, width, columns, torch.get_num_threads())
+    _lib().mezzo_sums(rows, *at, width, columns, promoted, torch.get_num_threads())
     return result
 
 

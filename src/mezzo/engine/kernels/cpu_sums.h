@@ -30,29 +30,37 @@ struct Operand {
   int64_t width;
 };
 
-// Add up row `i` of `a` times the columns from `j` on, at most kColumns, into `total`; all numbers are finite.
-inline void add_row(const Operand& a, const Operand& b, int64_t i, int64_t j, int64_t n, float* total) {
+// Add the products `begin` to `end` of row `i` of `a` and the columns from `j` on, at most kColumns, to `total`; all numbers are finite.
+inline void add_products(const Operand& a, const Operand& b, int64_t i, int64_t j, int64_t n, int64_t begin, int64_t end, float* total) {
   float per_unit[kColumns];
   int32_t units[kColumns];
-  for (int64_t c = 0; c < n; ++c) total[c] = 0.0f;
-  for (int64_t begin = 0; begin < a.width; begin += kProducts) {
-    const int64_t end = std::min(begin + kProducts, a.width);
-    for (int64_t c = 0; c < n; ++c) per_unit[c] = std::max(masked(total[c], kExponent), kLeastPower);
-    for (int64_t k = begin; k < end; ++k) {
-      const float x = a.powers[i * a.width + k];
-      const float* y = b.powers + k * b.width + j;
-      for (int64_t c = 0; c < n; ++c) per_unit[c] = std::max(per_unit[c], x * y[c]);
-    }
-    for (int64_t c = 0; c < n; ++c) {
-      per_unit[c] = 1.0f / per_unit[c] * kUnitsOfPower;
-      units[c] = static_cast<int32_t>(total[c] * per_unit[c]);
-    }
-    for (int64_t k = begin; k < end; ++k) {
-      const float x = a.values[i * a.width + k];
-      const float* y = b.values + k * b.width + j;
-      for (int64_t c = 0; c < n; ++c) units[c] += static_cast<int32_t>(x * y[c] * per_unit[c]);
-    }
-    for (int64_t c = 0; c < n; ++c) total[c] = masked(static_cast<float>(units[c]) / per_unit[c], kKept);
+  for (int64_t c = 0; c < n; ++c) per_unit[c] = std::max(masked(total[c], kExponent), kLeastPower);
+  for (int64_t k = begin; k < end; ++k) {
+    const float x = a.powers[i * a.width + k];
+    const float* y = b.powers + k * b.width + j;
+    for (int64_t c = 0; c < n; ++c) per_unit[c] = std::max(per_unit[c], x * y[c]);
+  }
+  for (int64_t c = 0; c < n; ++c) {
+    per_unit[c] = 1.0f / per_unit[c] * kUnitsOfPower;
+    units[c] = static_cast<int32_t>(total[c] * per_unit[c]);
+  }
+  for (int64_t k = begin; k < end; ++k) {
+    const float x = a.values[i * a.width + k];
+    const float* y = b.values + k * b.width + j;
+    for (int64_t c = 0; c < n; ++c) units[c] += static_cast<int32_t>(x * y[c] * per_unit[c]);
+  }
+  for (int64_t c = 0; c < n; ++c) total[c] = masked(static_cast<float>(units[c]) / per_unit[c], kKept);
+}
+
+// Return the sums of row `i` of `a` times these columns in `sum`, in FP32 from one promotion to the next.
+inline void add_row(const Operand& a, const Operand& b, int64_t i, int64_t j, int64_t n, int64_t promoted, float* sum) {
+  float total[kColumns];
+  for (int64_t c = 0; c < n; ++c) sum[c] = 0.0f;
+  for (int64_t at = 0; at < a.width; at += promoted) {
+    const int64_t end = std::min(at + promoted, a.width);
+    for (int64_t c = 0; c < n; ++c) total[c] = 0.0f;
+    for (int64_t k = at; k < end; k += kProducts) add_products(a, b, i, j, n, k, std::min(k + kProducts, end), total);
+    for (int64_t c = 0; c < n; ++c) sum[c] += total[c];
   }
 }
 
@@ -60,15 +68,15 @@ inline void add_row(const Operand& a, const Operand& b, int64_t i, int64_t j, in
 
 extern "C" {
 
-// The rows of `a` times `b`; `threads` share the columns.
-void mezzo_sums(int64_t rows, const float* a, const float* a_powers, const float* b, const float* b_powers, float* totals,
-                int64_t width, int64_t columns, int64_t threads) {
+// The rows of `a` times `b`, promoted after every `promoted` products; `threads` share the columns.
+void mezzo_sums(int64_t rows, const float* a, const float* a_powers, const float* b, const float* b_powers, float* sums, int64_t width,
+                int64_t columns, int64_t promoted, int64_t threads) {
   const Operand left{a, a_powers, width}, right{b, b_powers, columns};
   const int64_t tiles = (columns + kColumns - 1) / kColumns, parts = std::max<int64_t>(1, std::min(threads, tiles));
   auto part = [&](int64_t number) {
     for (int64_t tile = tiles * number / parts; tile < tiles * (number + 1) / parts; ++tile) {
       const int64_t j = tile * kColumns, n = std::min(kColumns, columns - j);
-      for (int64_t i = 0; i < rows; ++i) add_row(left, right, i, j, n, totals + i * columns + j);
+      for (int64_t i = 0; i < rows; ++i) add_row(left, right, i, j, n, promoted, sums + i * columns + j);
     }
   };
   std::vector<std::thread> others;

@@ -20,7 +20,7 @@ often cuBLAS promotes is not documented, and nothing here has been compared with
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def product(
         The product in FP32, (m, n).
     """
     promotes = accumulate == PROMOTED or (accumulate == "hopper" and of == "gradients")
-    result: Tensor = torch.ops.mezzo.mm(a, b, *factors, promotes)
+    result: Tensor = OPERATION(a, b, *factors, promotes)
     return result
 
 
@@ -68,31 +68,30 @@ def _mm(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, promotes: bool
     """Compute ``product``; of wide operands, which observers pass, the exact one."""
     if a.dtype in (FP32.dtype, FP64.dtype):
         return a @ b / factor_a / factor_b
-    size = _PROMOTED if promotes else max(a.shape[1], 1)
-    total = torch.zeros(len(a), b.shape[1], device=a.device)
-    for at in range(0, a.shape[1], size):
-        total += _sums(a[:, at : at + size], b[at : at + size])
-    return total / factor_a / factor_b
-
-
-def _sums(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums of products as the units keep them, in FP32."""
     rows, columns = (a.float(), _powers(a)), (b.float(), _powers(b))
-    if (
-        a.is_cpu
-        and cpu.library()[0] is not None
-        and all(bool(values.isfinite().all()) for values, _ in (rows, columns))
-    ):
-        return cpu.sums(rows, columns)
-    total = torch.zeros(len(a), b.shape[1], device=a.device)
-    height = max(1, _TILE // (_PRODUCTS * max(b.shape[1], 1)))
-    for top in range(0, len(a), height):
+    promoted = _PROMOTED if promotes else max(a.shape[1], 1)
+    built = a.is_cpu and cpu.library()[0] is not None
+    compiled = built and all(bool(values.isfinite().all()) for values, _ in (rows, columns))
+    sums = cpu.sums(rows, columns, promoted=promoted) if compiled else _sums(rows, columns, promoted)
+    return sums / factor_a / factor_b
+
+
+def _sums(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], promoted: int) -> Tensor:
+    """Return the same as ``cpu.sums``, by torch's operations, on any device and for any numbers."""
+    (num_rows, width), num_columns = rows[0].shape, columns[0].shape[1]
+    sums = torch.zeros(num_rows, num_columns, device=rows[0].device)
+    height = max(1, _TILE // (_PRODUCTS * max(num_columns, 1)))
+    for top in range(0, num_rows, height):
         tile = slice(top, top + height)
-        for at in range(0, a.shape[1], _PRODUCTS):
+        total = torch.zeros_like(sums[tile])
+        for at in range(0, width, _PRODUCTS):
             inner = slice(at, at + _PRODUCTS)
             values, powers = (x[tile, inner, None] * y[inner] for x, y in zip(rows, columns, strict=True))
-            total[tile] = _instruction(values, powers.amax(1), total[tile])
-    return total
+            total = _instruction(values, powers.amax(1), total)
+            if (at + _PRODUCTS) % promoted == 0 or at + _PRODUCTS >= width:
+                sums[tile] += total
+                total.zero_()
+    return sums
 
 
 def _instruction(products: Tensor, largest: Tensor, total: Tensor) -> Tensor:
@@ -135,3 +134,4 @@ def _shape(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, promotes: b
 
 
 torch.library.register_fake("mezzo::mm", _shape, lib=_LIBRARY)
+OPERATION: Any = torch.ops.mezzo.mm
