@@ -28,6 +28,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from mezzo.engine.casts.autocast_kernels import weight_casts
 from mezzo.engine.casts.conversion import unwrap, wrap
+from mezzo.engine.matrix_units.accumulation import OPERATION
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
 
@@ -40,6 +41,7 @@ aten: Any = torch.ops.aten
 PRODUCT_OVERLOADS = tuple(
     packet.default
     for packet in (
+        OPERATION,
         *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot),
         *(aten._scaled_mm, aten._int_mm, aten._grouped_mm, aten._scaled_grouped_mm),
         *(aten.convolution, aten._trilinear, aten._cdist_forward),
