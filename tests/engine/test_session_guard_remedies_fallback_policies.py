@@ -21,6 +21,7 @@ CHOSEN: list[tuple[str, AlarmKind, str]] = [
     ("fp16:fp32_modules=head.*:lower=softmax", "skip storm", "bf16:lower=softmax:fp32_modules=head.*"),
     ("fp16-master:fp32_modules=norm", "skip storm", "bf16-master:fp32_modules=norm"),
     ("fp16:reduce=bf16:gather=fp32", "skip storm", "bf16:reduce=bf16:gather=fp32"),
+    ("fp16:gradients=bf16", "skip storm", "bf16:gradients=bf16"),
     ("bf16", "loss not finite", "fp32"),
     ("bf16-master:reduce=bf16:world=4", "loss spike", "fp32:reduce=bf16:world=4"),
 ]

@@ -139,12 +139,31 @@ def test_the_order_of_the_search() -> None:
         ("bf16:fp32_modules=bf16_head", "fp16:fp32_modules=bf16_head"),
         ("fp16:init_scale=1024:widest=linear", "bf16:widest=linear"),
         ("fp8", None),
+        ("bf16:gradients=bf16", "fp16:gradients=bf16"),
+        ("bf16-pure:gradients=bf16", "fp16-pure"),  # whose gradients are in FP16
     ],
 )
 def test_the_other_16_bit_format(policy: str, other: str | None) -> None:
     a, *_ = unedited("masks")
     tried = [str(one.policy) for one in candidates(Policy.parse(policy), a) if " in place of " in one.what]
     assert tried == ([] if other is None else [str(Policy.parse(other))])
+
+
+@pytest.mark.parametrize(
+    ("policy", "wider"),
+    [
+        ("fp8", []),
+        ("fp8:accumulate=fp22", ["fp8", "fp8:accumulate=fp22-128"]),
+        ("fp8:accumulate=hopper", ["fp8", "fp8:accumulate=fp22-128"]),
+        ("fp8:accumulate=fp22-128", ["fp8"]),
+        ("bf16:gradients=bf16", ["bf16"]),
+        ("bf16-pure:gradients=bf16", []),  # gradients in BF16 are their own format
+    ],
+)
+def test_wider_sums(policy: str, wider: list[str]) -> None:
+    a, *_ = unedited("masks")
+    tried = [str(one.policy) for one in candidates(Policy.parse(policy), a) if "added up" in one.what]
+    assert tried == wider
 
 
 def test_modules_that_can_be_named() -> None:

@@ -30,6 +30,8 @@ GPUS = [gpu_named("t4"), gpu_named("h100")]
         ("bf16-master", "bf16-master"),
         ("fp16:fp32_modules=head", ""),
         ("bf16:fp32=softmax", ""),
+        ("fp8:accumulate=fp22", "fp8"),
+        ("bf16:gradients=bf16", ""),
         ("as-is", ""),
     ],
 )
