@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from helpers_engine import batches, mlp
 from mezzo.engine.processes.distributed import EmulatedWorld
 from mezzo.engine.session import Session
-from mezzo.errors import SessionError
+from mezzo.errors import PolicyError, SessionError
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
 from processes import leave_process_group
@@ -279,6 +279,17 @@ def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
     ):
         Session(model, optimizer, policy="bf16:gather=bf16:reduce=bf16:world=8")
     Session(model, optimizer, policy="bf16:gather=fp32:reduce=bf16:world=8")  # the reduction is the emulation's
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_sums_of_sharded_gradients_are_refused() -> None:
+    policy, why = "fp32:gradients=bf16", "fully_shard can keep them to itself; allowed: gradients=auto"
+    with switched(Policy.parse(policy)), pytest.raises(PolicyError, match=why):
+        torch.distributed.fsdp.fully_shard(scales())
+    model = torch.distributed.fsdp.fully_shard(scales())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(PolicyError, match=why):
+        Session(model, optimizer, policy=policy)
 
 
 def test_names_of_torch_are_restored() -> None:

@@ -45,6 +45,7 @@ from mezzo.engine.processes.exchange import (
     format_of_reduction,
     no_scale,
     refuse_other_formats,
+    refuse_sums_of_shards,
     refuse_world,
     use_in_hooks,
 )
@@ -360,7 +361,7 @@ def processes_for(
 
     Raises:
         SessionError: parameters would drift apart, or the policy cannot be applied to shards.
-        PolicyError: the policy emulates processes or sums of one process, and there are several.
+        PolicyError: the policy emulates processes or sums of one process, and there are several; or sums of shards.
     """
     alone: OneProcess = Emulated(trained, policy) if policy.changes_gradients else OneProcess()
     if not (dist.is_available() and dist.is_initialized()):
@@ -370,6 +371,8 @@ def processes_for(
     roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
     if not replicas and not roots:
         return alone
+    if roots:
+        refuse_sums_of_shards(policy)
     if policy.changes_gradients and dist.get_world_size() == 1:
         refuse_other_formats(roots, policy, reduces=False)
         return alone

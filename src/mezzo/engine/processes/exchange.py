@@ -134,6 +134,20 @@ def refuse_world(policy: Policy) -> None:
         )
 
 
+def refuse_sums_of_shards(policy: Policy) -> None:
+    """Refuse to emulate the sums of gradients that ``fully_shard`` may keep to itself between backward passes.
+
+    Raises:
+        PolicyError: the policy emulates them.
+    """
+    if policy.gradients != "auto" and policy.changes_gradients:
+        raise PolicyError(
+            f"policy {policy!s} rounds the sums of gradients after every backward pass, and fully_shard can keep them to itself; "
+            "allowed: gradients=auto",
+            hint="leave gradients out, or try the policy on the model without fully_shard",
+        )
+
+
 def refuse_other_formats(roots: Iterable[Any], policy: Policy, *, reduces: bool = True) -> None:
     """Refuse a model that ``fully_shard`` exchanges in other formats than the policy's.
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.engine.gradients import gradients_of, round_sums, trained_leaves
 from mezzo.engine.processes.distributed import EmulatedWorld
-from mezzo.engine.processes.exchange import refuse_world, set_hook
+from mezzo.engine.processes.exchange import refuse_sums_of_shards, refuse_world, set_hook
 from mezzo.engine.processes.shards import local
 from mezzo.errors import PolicyError, ScriptError
 from mezzo.formats import FORMATS, Format
@@ -110,12 +110,7 @@ class Communication:
     def _shard(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        if self._sums is not None:
-            raise PolicyError(
-                f"policy {policy!s} rounds the sums of gradients after every backward pass, and fully_shard can keep them to itself; "
-                "allowed: gradients=auto",
-                hint="leave gradients out, or try the policy on the model without fully_shard",
-            )
+        refuse_sums_of_shards(policy)
         alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world reduces
         if not alone:
             refuse_world(policy)
