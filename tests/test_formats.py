@@ -125,7 +125,7 @@ def test_format_of_anything_else_is_none(dtype: torch.dtype) -> None:
 
 
 E8M0 = Format(name="e8m0", exponent_bits=8, mantissa_bits=0, signed=False, has_inf=False)
-BY_32 = Scaling(extent=32, format=E8M0, rule="power of two below")
+BY_32 = Scaling(extent=32, format=E8M0, rule="floor")
 BY_16 = Scaling(extent=16, format=E4M3, over=Scaling(extent="tensor", format=FP32))
 BLOCKS = [
     # format, largest, smallest normal and subnormal, bits of a value with its share of the scales, bits for the whole tensor

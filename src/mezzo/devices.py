@@ -99,6 +99,8 @@ class Device:
 
     def support(self, fmt: Format) -> Support:
         """Return how this device computes in ``fmt``."""
+        if fmt.scaling is not None and not isinstance(fmt.scaling.extent, str):
+            return Support(format=fmt.name, level="emulated", reason=self._blocks(fmt))
         level, reason = self._level(fmt)
         first, beyond = _ROW_SCALES
         if level == "native" and fmt.scaling is not None and fmt.scaling.extent == "row":
@@ -124,6 +126,12 @@ class Device:
     def has_run(self) -> bool:
         """Whether Mezzo has run on such a device."""
         return self.kind == "cpu" or (self.kind == "cuda" and self.architecture is None and "H100" in self.name)
+
+    def _blocks(self, fmt: Format) -> str:
+        """Return why formats in blocks are emulated."""
+        if self.kind == "cpu":
+            return "this CPU lacks units for blocks that share a scale"
+        return f"Mezzo emulates {fmt.name} in blocks on every device; it does not use a GPU's own units for them"
 
     def _level(self, fmt: Format) -> tuple[Level, str]:
         if fmt is FP64 and not self.has_fp64:

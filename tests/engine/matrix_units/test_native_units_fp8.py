@@ -71,7 +71,7 @@ FNUZ = (E4M3FNUZ, E5M2FNUZ)
 
 def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tensor, Tensor]:
     """Round to a format with one scale for the tensor, or for each row along a dimension."""
-    rows = Scaling(extent="row", format=FP32_FORMAT, rule="power of two above")
+    rows = Scaling(extent="row", format=FP32_FORMAT, rule="rceil")
     scaling = Scaling(extent="tensor", format=FP32_FORMAT) if along is None else rows
     return emulation.quantise(x, dataclasses.replace(fmt, scaling=scaling), along=-1 if along is None else along)
 

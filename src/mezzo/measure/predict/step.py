@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.native_units import SizeFault, fault_of_sizes
+from mezzo.engine.matrix_units.low_layers import SizeFault, fault_of_sizes
 from mezzo.formats import RECIPE_NAMES, RECIPES
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
@@ -172,7 +172,7 @@ def _shortened(module: str) -> str:
     return ".".join([*takewhile(lambda part: not part.isdecimal(), module.split("."))][:3])
 
 
-# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.native_units``): sizes in multiples of 16, large
+# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.low_layers``): sizes in multiples of 16, large
 # enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is as under BF16. For each of a layer's
 # three products::
 #

@@ -31,9 +31,10 @@ from mezzo.engine.kernels.exponent_bins import (
     first_normal,
     first_overflow,
 )
-from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, RECIPES, Format
+from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
 from mezzo.observe.settings import SCALE_HEADROOM
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 from mezzo.records import (
     GRADIENTS,
     Casts,
@@ -110,8 +111,9 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
 
 def gradient_format(policy: Policy) -> Format:
     """Return the format of gradients under ``policy``; if it lowers nothing, FP16, whose range is the question."""
-    if policy.compute == "fp8":
-        return FORMATS[RECIPES[policy.fp8_recipe, "ocp"].gradients.name]
+    recipe = recipe_of(policy)
+    if recipe is not None and not recipe.by_layer:
+        return FORMATS[recipe.gradients.name]
     return policy.storage if policy.lowers else FP16
 
 
@@ -123,7 +125,8 @@ def _limits(form: Format) -> FormatLimits:
 
 
 def _activation_format(policy: Policy) -> Format:
-    return E4M3 if policy.compute == "fp8" else gradient_format(policy)
+    recipe = recipe_of(policy)
+    return E4M3 if recipe is not None and not recipe.by_layer else gradient_format(policy)
 
 
 def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format) -> ScaleWindow:
@@ -218,7 +221,7 @@ def _notes(record: RangesRecord, policy: Policy, target: Format, values: Observe
 def _forward_overflow(record: RangesRecord, policy: Policy) -> Iterable[Note]:
     """Yield a note on forward values that no loss scale can help."""
     form = _activation_format(policy)
-    if policy.compute == "fp8":  # operands are scaled tensor by tensor
+    if policy.in_layers:  # operands are scaled tensor by tensor
         return
     over = [t for t in record.tensors if t.kind in ("activations", "weights") and not t.kept_fp32]
     over = [t for t in over if t.highest.get(form.name, 0) < 0]
