@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from mezzo.engine.casts import conversion
 from mezzo.engine.matrix_units.block_linear import LayerPlan, LayerProduct, linear
 from mezzo.engine.matrix_units.emulation import Emulation
-from mezzo.engine.matrix_units.native_units import float8_config, in_float8, lowers, use_float8
+from mezzo.engine.matrix_units.native_units import (
+    MxLinear,
+    float8_config,
+    in_float8,
+    lowers,
+    mxfp8_linear,
+    use_float8,
+)
 from mezzo.explain import Choice
 from mezzo.formats import FP32, Recipe
 from mezzo.policy import Policy
@@ -71,8 +78,9 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
             plan = LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy))
-            conversion.wrap(layer, _in_blocks, layer, plan, policy.storage.dtype)
-    return len(chosen), _left_alone(judged)
+            product = mxfp8_linear(policy) if not emulated else None
+            conversion.wrap(layer, _in_blocks, layer, plan, product, policy.storage.dtype)
+    return len(chosen), _left_alone(judged, policy)
 
 
 def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:
@@ -89,7 +97,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
     reason = f"torchao's {policy.fp8_recipe} recipe on the GPU's FP8 units"
     if recipe.by_layer:
         reason = "their products are emulated, with every rounding of a GPU's units"
-    return [Choice(what=what, value=gaining, reason=reason), *_left_alone(judged)]
+    return [Choice(what=what, value=gaining, reason=reason), *_left_alone(judged, policy)]
 
 
 def _in_16_bits(name: str, policy: Policy) -> frozenset[LayerProduct]:
@@ -169,7 +177,7 @@ def _least_sizes(recipe: Recipe) -> str:
     return f"too small to gain: no more than {', or '.join(limits)} (torchao's measurements on H100s)"
 
 
-def _left_alone(judged: Iterable[_Judged]) -> list[Choice]:
+def _left_alone(judged: Iterable[_Judged], policy: Policy) -> list[Choice]:
     """Return one choice per reason; layers of one size whose names differ only in numbers are grouped."""
     by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, layer, reason in (one for of_model in judged for one in of_model):
@@ -177,7 +185,11 @@ def _left_alone(judged: Iterable[_Judged]) -> list[Choice]:
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), f"({layer.in_features} to {layer.out_features})"
             by_reason.setdefault(reason, {}).setdefault(alike, []).append(name)
     return [
-        Choice(what="not in few bits", value=", ".join(_group_text(*group) for group in groups.items()), reason=reason)
+        Choice(
+            what=f"not in {policy.compute}",
+            value=", ".join(_group_text(*group) for group in groups.items()),
+            reason=reason,
+        )
         for reason, groups in by_reason.items()
     ]
 
@@ -196,12 +208,16 @@ def _is_converted(layer: nn.Module) -> bool:
     return False
 
 
-def _in_blocks(call: Any, layer: nn.Linear, plan: LayerPlan, low: torch.dtype, input: Tensor) -> Tensor:
-    """Run a layer in blocks in the session's region; elsewhere as ``call`` does."""
+def _in_blocks(
+    call: Any, layer: nn.Linear, plan: LayerPlan, product: MxLinear | None, low: torch.dtype, input: Tensor
+) -> Tensor:
+    """Run a layer in blocks in the session's region, by torchao's ``product`` or emulated; elsewhere as ``call`` does."""
     if not lowers(layer, low, input):
         y: Tensor = call(input)
         return y
     with torch.autocast(input.device.type, enabled=False):  # the emulation's own products are not to be cast
+        if product is not None:
+            return product(input.to(low), layer.weight, layer.bias, with_hp="wgrad" in plan.in_16_bits)
         run = functools.partial(linear, plan=plan)
         y = Emulation(name="linear", format=plan.format_of("forward"), recipe=plan.recipe, run=run)(
             input.to(low), layer.weight, layer.bias
