@@ -78,7 +78,10 @@ def mxfp8_linear(policy: Policy) -> MxLinear:
     assert recipe.values.scaling is not None
     mode = ScaleCalculationMode(recipe.values.scaling.rule)
     e4m3, (product, by_rows, by_columns) = recipe.values.dtype, MX_KERNELS
-    kernels, casts = KernelPreference(product), (MXFP8Dim0CastKernelChoice(by_rows), MXFP8Dim1CastKernelChoice(by_columns))
+    kernels, casts = (
+        KernelPreference(product),
+        (MXFP8Dim0CastKernelChoice(by_rows), MXFP8Dim1CastKernelChoice(by_columns)),
+    )
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_hp: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
