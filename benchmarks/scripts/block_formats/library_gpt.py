@@ -48,7 +48,7 @@ def source() -> Tensor:
     return torch.tensor([character for character in text if character < CHARACTERS])
 
 
-def main() -> None:
+def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
     steps = parser.parse_args().steps
@@ -64,5 +64,4 @@ def main() -> None:
         optimizer.step()
 
 
-if __name__ == "__main__":
-    main()
+train()

@@ -51,7 +51,7 @@ from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
 
-ao = pytest.importorskip("torchao.float8", reason="needs pip install 'torchao>=0.17'")
+ao = pytest.importorskip("torchao.float8", reason="needs pip install 'torchao>=0.18'")
 from torchao.float8 import float8_scaling_utils  # noqa: E402
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -655,7 +655,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
         "policy fp8 computes linear layers in FP8 with torchao, which cannot be imported ("
     )
     assert caught.value.hint == (
-        "pip install 'torchao>=0.17'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16"
+        "pip install 'torchao>=0.18'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16"
     )
     assert kinds(model) == ["Linear"] * 3
 

@@ -122,7 +122,9 @@ def test_a_product_and_its_casts_by_hand(
     assert passes_of(recipe(policy)) == passes
     assert gpu.flops_per_s(Policy.parse(policy).compute if policy != "fp8-block" else "e4m3") == peak
     at_peak = 2 * size**3 / (peak * constants.half * FEW_BITS)
-    assert at_peak <= found.arithmetic[0] <= 1.8 * at_peak  # the last tiles, and the clock that the board's power allows
+    assert (
+        at_peak <= found.arithmetic[0] <= 1.8 * at_peak
+    )  # the last tiles, and the clock that the board's power allows
     assert found.total[0] == pytest.approx(found.arithmetic[0] + casts + (1 + 2 * passes) * LATENCY_S, rel=1e-3)
 
 

@@ -42,7 +42,7 @@ def float8_config(policy: Policy) -> Any:
     except ImportError as error:
         raise UnsupportedFormatError(
             f"policy {policy!s} computes linear layers in FP8 with torchao, which cannot be imported ({error})",
-            hint="pip install 'torchao>=0.17'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
+            hint="pip install 'torchao>=0.18'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
         ) from None
     return Float8LinearConfig.from_recipe_name(policy.fp8_recipe)
 
