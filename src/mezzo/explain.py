@@ -71,8 +71,8 @@ def explain(policy: PolicyFields, device: Device | str) -> Choices:
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
     choices = [_compute(policy, where, arithmetic, why), weights(policy), loss_scale(policy)]
-    if policy.compute == "fp8":
-        choices += [_recipe(policy), *_sums(policy), _fp8_speed(arithmetic)]
+    if policy.in_layers:
+        choices += [_recipe(policy), *_blocks(policy), *_sums(policy), _speed(policy, arithmetic)]
     if policy.casting == "ops":
         choices.append(_lists(policy))
         choices += _user_lists(policy)
@@ -103,7 +103,7 @@ def _recipe(policy: PolicyFields) -> Choice:
     recipe = recipe_of(policy)
     assert recipe is not None
     value = f"{recipe.name}: operands {recipe.values.name}, gradients {recipe.gradients.name}"
-    return _choice("fp8 recipe", value, recipe.reason)
+    return _choice(f"{policy.compute} recipe", value, recipe.reason)
 
 
 _ADDED = {
@@ -119,11 +119,47 @@ def _sums(policy: PolicyFields) -> list[Choice]:
     return [_choice("sums of products", policy.accumulate, _ADDED[policy.accumulate])]
 
 
-def _fp8_speed(arithmetic: str) -> Choice:
+def _blocks(policy: PolicyFields) -> list[Choice]:
+    """Return how the operands of layers in blocks are rounded."""
+    recipe = recipe_of(policy)
+    if recipe is None or not recipe.by_layer:
+        return []
+    scaling = recipe.weights.scaling
+    assert scaling is not None
+    high, wide = scaling.tile(along=1)
+    rules = {
+        "exact": "the largest magnitude of a block becomes the format's largest value",
+        "rceil": "a power of two, rounded up: nothing saturates",
+        "floor": "a power of two, rounded down: the largest values of a block may saturate",
+        "four_or_six": "the largest magnitude of a block becomes 4 or 6, whichever rounds with the smaller error",
+    }
+    choices = [
+        _choice("scales", f"{scaling.format.name}, {scaling.rule}", rules[scaling.rule]),
+        _choice(
+            "blocks of weights",
+            f"{high} x {wide}",
+            "rows x columns" if high == 1 else "the same values for both products",
+        ),
+    ]
+    if recipe.stochastic:
+        reason = "on average nothing is lost; the draws follow from the step's own values, so a run can be repeated"
+        choices.append(_choice("gradients", "rounded at random", reason))
+    if recipe.hadamard:
+        reason = "both operands of a weight's gradient are mixed 16 by 16, so that a large value is shared by its block"
+        choices.append(_choice("Hadamard transform", "wgrad", reason))
+    if policy.bf16_products:
+        choices.append(_choice("products in bf16", ", ".join(policy.bf16_products), "the policy names them"))
+    return choices
+
+
+def _speed(policy: PolicyFields, arithmetic: str) -> Choice:
     if arithmetic == "native":
         reason = "until torch.compile fuses them, scaling and casts are separate passes over every operand"
         return _choice("speed", "compile the model: torch.compile(model)", reason)
-    reason = "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is"
+    name = policy.compute.upper()
+    reason = (
+        f"every operation is emulated, also those in BF16: this shows what {name} does to training, not how fast it is"
+    )
     return _choice("speed", "slower than bf16", reason)
 
 

@@ -8,8 +8,9 @@ arXiv:2209.05433, table 1).
 
 TF32 is a compute format: values are stored as FP32 and the matrix unit reads 10 of their 23 mantissa bits.
 
-Values of few bits share scales, one for a tensor, a row, or a block: ``Scaling``. A ``Recipe`` names the scaled formats of a
-product's operands and of gradients.
+Values of few bits share scales, one for a tensor, a row, or a block: ``Scaling``. Blocks of 32 with scales in E8M0 are the Open Compute
+Project's MX formats (OCP Microscaling Formats 1.0, tables 1 to 7), blocks of 16 with scales in E4M3 under one FP32 scale are NVIDIA's
+NVFP4. A ``Recipe`` names the scaled formats of a product's operands and of gradients.
 """
 
 from __future__ import annotations
@@ -22,21 +23,41 @@ if TYPE_CHECKING:
     import torch
 
 
-ScaleRule: TypeAlias = Literal["exact", "power of two below", "power of two above"]
-"""How a scale follows from the largest magnitude that it covers: its quotient by the format's largest value, or a power of two."""
+ScaleRule: TypeAlias = Literal["exact", "floor", "rceil", "four_or_six"]
+"""How a scale follows from the largest magnitude that it covers, ``amax``, in a format whose largest value is ``max``.
+
+``exact``        ``amax / max``
+``rceil``        the smallest power of two not below ``amax / max``, so that nothing saturates (NVIDIA's rule, ``cvt.rp``)
+``floor``        the power of two of ``amax`` divided by the one of ``max``: the last eighth (E4M3) or quarter (E2M1) of a block saturates
+                 (OCP MX 1.0, section 6.3)
+``four_or_six``  in E2M1: ``amax / 6`` or ``amax / 4``, whichever leaves the smaller sum of errors (Cook et al., arXiv:2512.02010)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     """The scales that the values of a format share: a value is a stored number times its scale."""
 
-    extent: Literal["tensor", "row"] | int
-    """What one scale covers: a tensor, a row that a product sums over, or so many values of such a row."""
+    extent: Literal["tensor", "row"] | int | tuple[int, int]
+    """What one scale covers: a tensor, a row that a product sums over, so many values of such a row, or a tile of rows and columns."""
     format: Format
     """The format of the scales."""
     rule: ScaleRule = "exact"
     over: Scaling | None = None
     """The scales that these scales share, which are applied first."""
+
+    def tile(self, along: int) -> tuple[int, int]:
+        """Return the rows and columns of a block of a matrix, in a product that sums along dimension ``along``."""
+        assert not isinstance(self.extent, str)
+        if isinstance(self.extent, tuple):
+            return self.extent
+        return (self.extent, 1) if along == 0 else (1, self.extent)
+
+    @property
+    def values(self) -> int:
+        """The values of a block."""
+        rows, columns = self.tile(0)
+        return rows * columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +94,11 @@ class Format:
         return (1.0 + mantissa * self.eps) * 2.0 ** (exponent - self.bias)
 
     @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest finite value."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def min_normal(self) -> float:
         """The smallest positive value with full precision."""
         return 2.0 ** ((self.mantissa_bits > 0) - self.bias)  # without a mantissa there are no subnormals, and no zero
@@ -96,9 +122,9 @@ class Format:
     def bits_per_value(self) -> float:
         """The bits of one value and its share of block scales; scales of a whole row or tensor are not counted."""
         bits = self.signed + self.exponent_bits + self.mantissa_bits
-        if self.scaling is None or not isinstance(self.scaling.extent, int):
+        if self.scaling is None or isinstance(self.scaling.extent, str):
             return bits
-        return bits + self.scaling.format.bits_per_value / self.scaling.extent
+        return bits + self.scaling.format.bits_per_value / self.scaling.values
 
     @property
     def bits_per_tensor(self) -> int:
@@ -154,28 +180,59 @@ FP8_PAIRS = {"ocp": (E4M3, E5M2), "fnuz": (E4M3FNUZ, E5M2FNUZ)}
 """The formats of 8-bit operands and gradients: the Open Compute Project's, as NVIDIA and newer AMD GPUs have them, and MI300's."""
 
 
+# The elements and scales of blocks. torch stores none of them one by one: E2M1 in pairs only, E8M0 without arithmetic.
+E2M1 = Format(name="e2m1", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False)
+E2M3 = Format(name="e2m3", exponent_bits=2, mantissa_bits=3, has_inf=False, has_nan=False)
+E3M2 = Format(name="e3m2", exponent_bits=3, mantissa_bits=2, has_inf=False, has_nan=False)
+E8M0 = Format(name="e8m0", exponent_bits=8, mantissa_bits=0, signed=False, has_inf=False)
+MX_BLOCK, NVFP4_BLOCK, FP8_BLOCK = 32, 16, 128
+"""Values that share a scale: OCP MX 1.0, NVIDIA's NVFP4, and DeepSeek-V3's FP8 (arXiv:2412.19437, section 3.3)."""
+
+
+def in_blocks(elements: Format, extent: int | tuple[int, int], rule: ScaleRule, *, scales: Format) -> Format:
+    """Return the format of ``elements`` with a scale for each block."""
+    over = Scaling(extent="tensor", format=FP32) if elements is E2M1 and scales is E4M3 else None
+    return replace(elements, scaling=Scaling(extent=extent, format=scales, rule=rule, over=over))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How linear layers compute in 8 bits: torchao's recipe of this name."""
+    """How linear layers compute in 8 or 4 bits."""
 
     name: str
     values: Format
-    """The format of inputs and weights."""
+    """The format of inputs."""
+    weights: Format
     gradients: Format
     reason: str
     """What its scales are good for."""
-    too_small: tuple[tuple[float, float], ...]
+    product: str = ""
+    """The name under which its products are counted; empty for the name of ``values``."""
+    multiple: int = 16
+    """Inputs and outputs of a layer have to be multiples of it."""
+    too_small: tuple[tuple[float, float], ...] = ()
     """A layer does not gain if one of these has no fewer outputs and inputs (torchao's measurements on H100s)."""
+    hadamard: bool = False
+    """Whether the operands of a weight's gradient are transformed first, which spreads a large value over its block."""
+    stochastic: bool = False
+    """Whether gradients are rounded up or down at random, in proportion to the distances, instead of to the nearest."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether it is applied to chosen layers, also where it is emulated; else emulation applies it to every linear operation."""
+        return not isinstance(self.values.scaling and self.values.scaling.extent, str)
 
 
 def _recipes(pair: str) -> tuple[Recipe, ...]:
     e4m3, e5m2 = FP8_PAIRS[pair]
     by_tensor = Scaling(extent="tensor", format=FP32)
-    by_row = replace(e4m3, scaling=Scaling(extent="row", format=FP32, rule="power of two above"))
+    tensorwise = replace(e4m3, scaling=by_tensor)
+    by_row = replace(e4m3, scaling=Scaling(extent="row", format=FP32, rule="rceil"))
     return (
         Recipe(
             name="tensorwise",
-            values=replace(e4m3, scaling=by_tensor),
+            values=tensorwise,
+            weights=tensorwise,
             gradients=replace(e5m2, scaling=by_tensor),
             reason="one scale per tensor, from its largest magnitude at each use",
             too_small=((1024, 4096),),
@@ -183,6 +240,7 @@ def _recipes(pair: str) -> tuple[Recipe, ...]:
         Recipe(
             name="rowwise",
             values=by_row,
+            weights=by_row,
             gradients=by_row,
             reason="one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only",
             too_small=((2048, math.inf), (math.inf, 1024), (4096, 2048)),
@@ -192,7 +250,57 @@ def _recipes(pair: str) -> tuple[Recipe, ...]:
 
 RECIPES = {(recipe.name, pair): recipe for pair in FP8_PAIRS for recipe in _recipes(pair)}
 """By name and pair of formats; the first name is the default."""
-RECIPE_NAMES = tuple(dict.fromkeys(name for name, _ in RECIPES))
+BLOCKWISE = "blockwise"
+RECIPE_NAMES = (*dict.fromkeys(name for name, _ in RECIPES), BLOCKWISE)
+"""The recipes of the policy ``fp8``."""
+
+
+def blockwise_recipe(pair: str, *, rule: ScaleRule) -> Recipe:
+    """Return FP8 with a scale for every 128 values of a row, and for every 128 x 128 of a weight (DeepSeek-V3)."""
+    e4m3, _ = FP8_PAIRS[pair]
+    scales = FP32 if rule == "exact" else E8M0
+    by_row = in_blocks(e4m3, FP8_BLOCK, rule, scales=scales)
+    return Recipe(
+        name=BLOCKWISE,
+        values=by_row,
+        weights=in_blocks(e4m3, (FP8_BLOCK, FP8_BLOCK), rule, scales=scales),
+        gradients=by_row,
+        reason="a large value costs the 127 beside it only",
+        multiple=FP8_BLOCK,
+    )
+
+
+def mx_recipe(name: str, *, rule: ScaleRule, hadamard: bool, stochastic: bool) -> Recipe:
+    """Return ``mxfp8`` or ``mxfp4``: blocks of 32 whose scales are powers of two (OCP MX 1.0)."""
+    blocks = in_blocks(E4M3 if name == "mxfp8" else E2M1, MX_BLOCK, rule, scales=E8M0)
+    return Recipe(
+        name=name,
+        values=blocks,
+        weights=blocks,
+        gradients=blocks,
+        reason="a scale in 8 bits for every 32 values; each product rounds its operands anew, in blocks along its own sum",
+        product=name,
+        multiple=MX_BLOCK,
+        hadamard=hadamard,
+        stochastic=stochastic,
+    )
+
+
+def nvfp4_recipe(*, rule: ScaleRule, square: bool, hadamard: bool, stochastic: bool) -> Recipe:
+    """Return NVIDIA's NVFP4: blocks of 16 with scales in E4M3 under one FP32 scale (arXiv:2509.25149)."""
+    blocks = in_blocks(E2M1, NVFP4_BLOCK, rule, scales=E4M3)
+    tiles = in_blocks(E2M1, (NVFP4_BLOCK, NVFP4_BLOCK), rule, scales=E4M3)
+    return Recipe(
+        name="nvfp4",
+        values=blocks,
+        weights=tiles if square else blocks,
+        gradients=blocks,
+        reason="a scale with 3 mantissa bits for every 16 values, so that the largest of each block keeps its place",
+        product="nvfp4",
+        multiple=NVFP4_BLOCK,
+        hadamard=hadamard,
+        stochastic=stochastic,
+    )
 
 
 def format_of(dtype: torch.dtype) -> Format | None:

@@ -23,6 +23,7 @@ from mezzo import oplists
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import Choices, explain, in_short
+from mezzo.formats import BLOCKWISE
 from mezzo.policyfields import INTEGER_FIELDS, MODULE_FIELDS, RANGES, PolicyFields, check_policy
 
 if sys.version_info >= (3, 11):
@@ -207,6 +208,10 @@ def _presets() -> list[Policy]:
         Policy(name="fp16-pure", compute="fp16", **pure),
         Policy(name="bf16-pure", compute="bf16", **pure),
         Policy(name="fp8", compute="fp8", casting="ops"),
+        Policy(name="fp8-block", compute="fp8", casting="ops", fp8_recipe=BLOCKWISE),
+        Policy(name="mxfp8", compute="mxfp8", casting="ops"),
+        Policy(name="mxfp4", compute="mxfp4", casting="ops"),
+        Policy(name="nvfp4", compute="nvfp4", casting="ops"),
     ]
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from mezzo import formats
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError, nearest
 
-Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Compute = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 CastingKind = Literal["none", "ops", "model"]
 LossScaleKind = Literal["none", "static", "dynamic"]
 Arithmetic = Literal["auto", "native", "emulated"]
 OpLists = Literal["portable", "device"]
 Fp8Formats = Literal["ocp", "fnuz"]
+ScaleRuleName = Literal["auto", "rceil", "floor", "exact", "four_or_six"]
+WeightBlocks = Literal["auto", "rows", "squares"]
+Hadamard = Literal["auto", "wgrad", "none"]
+GradientRounding = Literal["auto", "nearest", "stochastic"]
+EndLayers = Literal["bf16", "compute"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
 Accumulate = Literal["fp32", "fp22", "fp22-128", "hopper"]
@@ -26,7 +32,19 @@ DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteres
 """The fields that say how a dynamic loss scale changes."""
 INTEGER_FIELDS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
-MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules")
+MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules", "bf16_products")
+LAYER_PRODUCTS = ("forward", "dgrad", "wgrad")
+"""The products of a linear layer: its result, and the gradients of its input and of its weight."""
+IN_LAYERS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
+"""Compute formats of linear layers; all else computes in BF16."""
+_BY_BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
+_RULES_OF_BLOCKS = {
+    "fp8": ("exact", "rceil"),
+    "mxfp8": ("rceil", "floor"),
+    "mxfp4": ("rceil", "floor"),
+    "nvfp4": ("exact", "four_or_six"),
+}
+"""The rules of scales that each block format has; the first is its own."""
 WORDS: dict[str, tuple[object, ...]] = {
     "compute": get_args(Compute),
     "casting": get_args(CastingKind),
@@ -37,6 +55,11 @@ WORDS: dict[str, tuple[object, ...]] = {
     "op_lists": get_args(OpLists),
     "fp8_recipe": formats.RECIPE_NAMES,
     "fp8_formats": get_args(Fp8Formats),
+    "scale_rule": get_args(ScaleRuleName),
+    "weight_blocks": get_args(WeightBlocks),
+    "hadamard": get_args(Hadamard),
+    "gradient_rounding": get_args(GradientRounding),
+    "end_layers": get_args(EndLayers),
     "reduce": get_args(Exchanged),
     "gather": get_args(Exchanged),
     "reduce_order": get_args(ReduceOrder),
@@ -62,7 +85,7 @@ class PolicyFields:
     name: str = "fp32"
     """The preset that it is based on."""
     compute: Compute = "fp32"
-    """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
+    """Format of matrix products and convolutions; 8-bit and 4-bit ones are of linear layers, beside which the rest computes in BF16."""
     casting: CastingKind = "none"
     """``ops``: operation by operation, by the op lists. ``model``: the model's weights and inputs are cast."""
     norms: Literal["fp32", "compute"] = "fp32"
@@ -86,9 +109,21 @@ class PolicyFields:
     op_lists: OpLists = "portable"
     """``portable``: the same lists on every device. ``device``: whatever torch.autocast does there."""
     fp8_recipe: str = formats.RECIPE_NAMES[0]
-    """Under ``fp8``: one scale per tensor and gradients in E5M2, or one scale per row (``rowwise``) and all in E4M3."""
+    """Under ``fp8``: a scale per tensor, and gradients in E5M2; or all in E4M3, and a scale per row or per block of 128 (``blockwise``)."""
     fp8_formats: Fp8Formats = "ocp"
     """Under ``fp8``: E4M3 and E5M2 as NVIDIA and newer AMD GPUs have them, or ``fnuz``, as AMD's MI300 has them."""
+    scale_rule: ScaleRuleName = "auto"
+    """How the scales of blocks follow from their largest magnitudes (``formats.ScaleRule``); ``auto``: the format's own way."""
+    weight_blocks: WeightBlocks = "auto"
+    """Under ``nvfp4``: blocks of weights are 16 x 16 (``squares``, its own way) or 16 values of a row."""
+    hadamard: Hadamard = "auto"
+    """With 4-bit blocks: whether the operands of a weight's gradient are transformed first; ``auto``: under ``nvfp4``."""
+    gradient_rounding: GradientRounding = "auto"
+    """In MX and NVFP4 blocks: how gradients are rounded; ``auto``: at random under ``nvfp4``, else to the nearest."""
+    end_layers: EndLayers = "bf16"
+    """With blocks: whether a model's first and last linear layers stay in BF16."""
+    bf16_products: tuple[str, ...] = ()
+    """With blocks: products that stay in BF16, as ``layer.product``: ``forward``, ``dgrad``, ``wgrad`` or ``*`` of layers by name."""
     accumulate: Accumulate = "fp32"
     """Under ``fp8``: the format in which emulated matrix units keep partial sums. ``fp22``: Hopper's. ``fp22-128``: likewise, and sums
     of 128 products are added up in FP32. ``hopper``: the first for results and the second for gradients, as torchao has them."""
@@ -113,14 +148,24 @@ class PolicyFields:
 
     @property
     def storage(self) -> formats.Format:
-        """The format that low-precision tensors are stored in (BF16 under ``fp8``)."""
-        stored = {"tf32": "fp32", "fp8": "bf16"}.get(self.compute, self.compute)
+        """The format that low-precision tensors are stored in (BF16 beside 8-bit and 4-bit layers)."""
+        stored = "bf16" if self.in_layers else "fp32" if self.compute == "tf32" else self.compute
         return formats.FORMATS[stored]
 
     @property
     def changes_gradients(self) -> bool:
         """Whether Mezzo rounds gradients after a backward pass: as sums over micro-batches, or as an emulated reduction would."""
         return self.world > 1 or (self.gradients != "auto" and self.casting != "model")
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether the compute format is one of linear layers only, in 8 or 4 bits, and the rest is BF16."""
+        return self.compute in IN_LAYERS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands share scales by blocks."""
+        return self.compute in _BY_BLOCKS or self.fp8_recipe == formats.BLOCKWISE
 
     @property
     def lowers(self) -> bool:
@@ -143,6 +188,8 @@ class PolicyFields:
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
         worst = next((s for s in supports if s.level != "native"), supports[0])
+        if worst.level == "native" and (beyond := self._beyond_units()):
+            worst = dataclasses.replace(worst, level="emulated", reason=f"torchao's MXFP8 layers have no {beyond}")
         if not self.lowers:
             return "native", worst.reason
         if worst.level == "impossible":
@@ -158,9 +205,16 @@ class PolicyFields:
             return "native", self._native_reason(device, worst.level, worst.reason)
         return ("native" if worst.level == "native" else "emulated"), worst.reason
 
+    def _beyond_units(self) -> str:
+        """Return the field of a block format that only emulation has; empty if there is none."""
+        if self.gradient_rounding == "stochastic":
+            return "gradient_rounding=stochastic"
+        products = [name for name in self.bf16_products if split_product(name)[1] in ("forward", "dgrad")]
+        return f"bf16_products={'+'.join(products)}" if products else ""
+
     def _native_reason(self, device: Device, level: str, reason: str) -> str:
         # torch has slow 16-bit kernels for every CPU, but trains in FP8 on GPUs only.
-        if level != "native" and (device.kind != "cpu" or self.compute == "fp8"):
+        if level != "native" and (device.kind != "cpu" or self.in_layers):
             raise UnsupportedFormatError(
                 f"policy {self!s} asks for native {self.compute} arithmetic on {device.name}: {reason}",
                 hint="leave arithmetic=auto and op_lists=portable, which emulate it here, or choose another format",
@@ -170,8 +224,29 @@ class PolicyFields:
 
 
 def recipe_of(policy: PolicyFields) -> formats.Recipe | None:
-    """Return how linear layers compute in 8 bits under ``policy``; None if they do not."""
-    return formats.RECIPES[policy.fp8_recipe, policy.fp8_formats] if policy.compute == "fp8" else None
+    """Return how linear layers compute in 8 or 4 bits under ``policy``; None if they do not."""
+    if not policy.in_layers:
+        return None
+    if not policy.in_blocks:
+        return formats.RECIPES[policy.fp8_recipe, policy.fp8_formats]
+    rule = cast(
+        formats.ScaleRule, _RULES_OF_BLOCKS[policy.compute][0] if policy.scale_rule == "auto" else policy.scale_rule
+    )
+    if policy.compute == "fp8":
+        return formats.blockwise_recipe(policy.fp8_formats, rule=rule)
+    nv = policy.compute == "nvfp4"
+    hadamard = nv if policy.hadamard == "auto" else policy.hadamard == "wgrad"
+    stochastic = nv if policy.gradient_rounding == "auto" else policy.gradient_rounding == "stochastic"
+    if nv:
+        square = policy.weight_blocks != "rows"
+        return formats.nvfp4_recipe(rule=rule, square=square, hadamard=hadamard, stochastic=stochastic)
+    return formats.mx_recipe(policy.compute, rule=rule, hadamard=hadamard, stochastic=stochastic)
+
+
+def split_product(text: str) -> tuple[str, str]:
+    """Return the layer pattern and the product of a name in ``bf16_products``."""
+    layer, _, product = text.rpartition(".")
+    return layer, product
 
 
 def check_policy(policy: PolicyFields) -> None:
@@ -254,13 +329,20 @@ def _check_combination(policy: PolicyFields) -> None:
                 f"{field}={getattr(policy, field)} and compute={policy.compute} contradict each other",
                 hint=f"leave {field} out, or start from the preset fp8",
             )
+    _check_blocks(policy)
     _check_sums(policy)
     _check_communication(policy)
 
 
 def _check_sums(policy: PolicyFields) -> None:
     if policy.accumulate != "fp32":
-        others = {"compute": "fp8", "arithmetic": "auto or emulated", "op_lists": "portable", "fp8_formats": "ocp"}
+        others = {
+            "compute": "fp8",
+            "fp8_recipe": "tensorwise or rowwise",
+            "arithmetic": "auto or emulated",
+            "op_lists": "portable",
+            "fp8_formats": "ocp",
+        }
         for field, allowed in others.items():
             if (value := getattr(policy, field)) not in allowed.split(" or "):
                 raise PolicyError(
@@ -273,6 +355,32 @@ def _check_sums(policy: PolicyFields) -> None:
             f"gradients={policy.gradients} and policy {policy.name} contradict each other: its gradients are in {policy.storage.name}",
             hint="leave gradients out, or choose a preset that keeps weights in FP32",
         )
+
+
+def _check_blocks(policy: PolicyFields) -> None:
+    """Refuse fields of blocks under policies without them, and choices that a block format does not have."""
+    four_bits = policy.compute in ("mxfp4", "nvfp4")
+    taken = {
+        "scale_rule": ("auto", *_RULES_OF_BLOCKS[policy.compute]) if policy.in_blocks else ("auto",),
+        "weight_blocks": get_args(WeightBlocks) if policy.compute == "nvfp4" else ("auto",),
+        "hadamard": get_args(Hadamard) if four_bits else ("auto",),
+        "gradient_rounding": get_args(GradientRounding) if policy.compute in _BY_BLOCKS else ("auto",),
+        "end_layers": get_args(EndLayers) if policy.in_blocks else ("bf16",),
+    }
+    for field, allowed in taken.items():
+        if getattr(policy, field) not in allowed:
+            raise PolicyError(
+                f"{field}={getattr(policy, field)} under compute={policy.compute}; allowed: {', '.join(allowed)}",
+                hint=f"leave {field} out, or start from the preset of a block format that has it: nvfp4, mxfp4, mxfp8, fp8-block",
+            )
+    for name in policy.bf16_products:
+        layer, product = split_product(name)
+        if not policy.in_blocks or not layer or product not in (*LAYER_PRODUCTS, "*"):
+            raise PolicyError(
+                f"bf16_products names {name!r} under compute={policy.compute}; allowed: a layer's name, a dot, and one of "
+                f"{', '.join(LAYER_PRODUCTS)} or *, under a block format",
+                hint="for example mxfp8:bf16_products=*.wgrad",
+            )
 
 
 def _check_communication(policy: PolicyFields) -> None:

@@ -13,7 +13,7 @@ from mezzo.engine import session_errors
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.matrix_units import native_units
+from mezzo.engine.matrix_units import low_layers
 from mezzo.engine.matrix_units.native_units import set_fp32_products
 from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
 from mezzo.engine.optimizers.one_pass import OnePass, choose, have_hooks, step_is_own, without_kernel
@@ -297,12 +297,12 @@ def prepare(
     for model in models:
         (refuse_other_half if policy.casting == "model" else refuse_half)(model, policy)
     if policy.casting == "ops":
-        _use_fp8_units(models, policy, device_type)
+        _use_low_layers(models, policy, device_type)
         for model in models:
             conversion.keep_fp32(model, policy, device_type)
     elif policy.casting == "model":
         parameters = [p for model in models for p in model.parameters()]
-        _use_fp8_units(models, policy, device_type)
+        _use_low_layers(models, policy, device_type)
         masters = masters_for(optimizers, parameters, keep=policy.master_weights, one_pass=one_pass)
         for model in models:
             conversion.cast_model(shards.bare(model), policy, device_type)
@@ -323,13 +323,13 @@ def explained(models: Sequence[nn.Module], casting: Casting) -> list[Choice]:
     if len(spread) > 1:
         why = f"the model's parameters are spread over them; casts are {casting.device_type}'s, and what runs elsewhere is not cast"
         where = [Choice(what="devices", value=", ".join(spread), reason=why)]
-    return [*where, *native_units.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
+    return [*where, *low_layers.layer_choices(models, casting.policy, emulated=casting.emulates), casting.choice]
 
 
-def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
+def _use_low_layers(models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
     emulated = policy.arithmetic_on(this_device(device_type))[0] != "native"
-    num_converted, left_alone = native_units.convert(models, policy, emulated=emulated) or (None, [])
+    num_converted, left_alone = low_layers.convert(models, policy, emulated=emulated) or (None, [])
     if num_converted == 0:
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in left_alone)
-        message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
+        message = f"policy {policy!s} computes no linear layer in {policy.compute.upper()} here, and all in {policy.storage.name}{why}"
         session_errors.warn(message)

@@ -60,8 +60,8 @@ def dtype_policy_name(policy: Policy) -> str:
     Raises:
         PolicyError: Keras has none; the message lists the policies that have one.
     """
-    if policy.compute == "fp8":
-        allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
+    if policy.in_layers:
+        allowed = ", ".join(name for name, preset in PRESETS.items() if not preset.in_layers)
         raise PolicyError(
             f"policy {policy!s} has no dtype policy in Keras, which trains in FP8 only layers that are quantized after they are built; "
             f"allowed: {allowed}",
@@ -120,7 +120,7 @@ def from_keras(value: Any) -> Policy:
 
 
 def _named(name: str) -> Policy:
-    known = {dtype_policy_name(p): p for p in reversed(PRESETS.values()) if p.compute != "fp8" and not p.master_weights}
+    known = {dtype_policy_name(p): p for p in reversed(PRESETS.values()) if not p.in_layers and not p.master_weights}
     if name not in known:
         raise PolicyError(
             f"the Keras dtype policy {name!r} stands for no policy; allowed: {', '.join(known)}",

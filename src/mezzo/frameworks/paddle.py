@@ -98,10 +98,10 @@ def check(policy: Policy) -> None:
     Raises:
         PolicyError: Paddle lacks it; the message lists the policies that Paddle can run.
     """
-    if policy.compute == "fp8":
-        allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
+    if policy.in_layers:
+        allowed = ", ".join(name for name, preset in PRESETS.items() if not preset.in_layers)
         raise PolicyError(
-            f"policy {policy!s} asks for FP8, which paddle.amp does not train in; allowed: {allowed}",
+            f"policy {policy!s} asks for {policy.compute.upper()}, which paddle.amp does not train in; allowed: {allowed}",
             hint="choose one of them",
         )
 

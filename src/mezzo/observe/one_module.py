@@ -43,7 +43,7 @@ class OneModule(Protocol):
 def for_single_modules(policy: Policy) -> Policy:
     """Return ``policy`` as applied to a single module: operations are cast, weights left alone."""
     kept = {name: getattr(policy, name) for name in _KEPT_FIELDS}
-    if policy.compute == "fp8":
+    if policy.in_layers:
         kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
     return Policy.parse(policy.compute).replace(**kept)
 

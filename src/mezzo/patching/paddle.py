@@ -31,8 +31,10 @@ def settings_of(job: PatchJob) -> PaddlePrecision:
         Unclear: Paddle's functions cannot express it.
     """
     policy = job.policy
-    if policy.compute == "fp8":
-        unclear(f"policy {policy}: paddle.amp does not train in FP8", "choose a policy in FP16 or BF16")
+    if policy.in_layers:
+        unclear(
+            f"policy {policy}: paddle.amp does not train in {policy.compute.upper()}", "choose a policy in FP16 or BF16"
+        )
     native, missing = to_paddle(policy), not_honoured(policy)
     refused = [left.choice for left in missing if not left.same_steps]
     if refused:

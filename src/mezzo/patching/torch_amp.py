@@ -25,8 +25,8 @@ def why_not_expressed(policy: Policy) -> str:
     """Return the reason why torch.amp cannot express a policy; empty if it can."""
     if policy.casting == "model":
         return "torch.amp keeps weights in FP32; it has no 16-bit weights"
-    if policy.compute == "fp8":
-        return "torch.amp has no FP8"
+    if policy.in_layers:
+        return f"torch.amp has no {policy.compute.upper()}"
     if policy.loss_scale == "static":
         return "torch.amp has no static loss scale"
     preset, given = vars(PRESETS[policy.name]), vars(policy)

@@ -132,12 +132,13 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Operator,
     """Return the rules of the operations that the policy's lists name and this torch has.
 
     Args:
-        policy: its lists, and whether it computes linear layers in FP8.
+        policy: its lists, and whether it computes every linear operation in FP8.
         emulate: whether the lower-precision operations are emulated.
         overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
     recipe = recipe_of(policy)
+    by_operation = recipe if recipe is not None and not recipe.by_layer else None
     rules: dict[Operator, CastRule] = {}
     for family in oplists.FAMILIES:
         for name in family.ops:
@@ -154,8 +155,8 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Operator,
             if emulate and precision == "lower" and family.precision == "lower":
                 base = name.split(".")[0]
                 low, accumulate = policy.storage.name, policy.accumulate
-                run = emulation(op, base, low=low, family=family.name, recipe=recipe, accumulate=accumulate)
-                rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
+                run = emulation(op, base, low=low, family=family.name, recipe=by_operation, accumulate=accumulate)
+                rule = replace(rule, emulation=run, keeps_weight=by_operation is not None and base == "linear")
             rules[op] = rule
     return rules
 

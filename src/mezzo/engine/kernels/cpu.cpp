@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu_block_formats.h"
 #include "cpu_blocks.h"
 #include "cpu_exponents.h"
 #include "cpu_fingerprints.h"

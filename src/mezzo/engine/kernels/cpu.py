@@ -24,14 +24,14 @@ from torch import Tensor
 from mezzo.devices import this_device
 from mezzo.engine.kernels.reference import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.storage import dense
-from mezzo.formats import BF16, FP16, FP32
+from mezzo.formats import BF16, FP16, FP32, Format
 from mezzo.library_files import cache_home
 from mezzo.temporary import folder_of_process
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _HEADERS = tuple(
     Path(__file__).with_name(f"cpu_{part}.h")
-    for part in ("blocks", "exponents", "fingerprints", "formats", "mirror", "sums")
+    for part in ("block_formats", "blocks", "exponents", "fingerprints", "formats", "mirror", "sums")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: it would drop the checks for NaN and infinity. Without contraction a*b+c rounds twice, as torch's kernels do.
@@ -64,6 +64,20 @@ class _SGD(ctypes.Structure):
     ]
 
 
+class _BlockFormat(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_float) for n in ("largest", "min_normal")),
+        *((n, ctypes.c_int32) for n in ("mantissa_bits", "max_exponent", "rule", "stochastic")),
+        ("seed", ctypes.c_uint32),
+        *((n, ctypes.c_float) for n in ("encode", "decode")),
+    ]
+
+
+_RULE_CODES = {"exact": 0, "rceil": 1, "floor": 2}
+_RULE_CODES_UNDER_TENSOR = {"exact": 3, "four_or_six": 4}
+"""The codes of the rules of scales that share one of the tensor."""
+
+
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
     """Return the built library, or None, and why."""
@@ -89,6 +103,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     for name, tables in arguments.items():
         getattr(lib, f"mezzo_{name}").argtypes = [number, *[address] * tables, number]
     lib.mezzo_sums.argtypes = [number, *[address] * 5, *[number] * 4]
+    lib.mezzo_round_blocks.argtypes = [number, address, address, *[number] * 4, address, number]
+    lib.mezzo_hadamard.argtypes = [address, address, number, number, address]
 
 
 def _build(compiler: str) -> Path:
@@ -188,6 +204,39 @@ def sums(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, promoted: int) -
     at = [t.data_ptr() for t in (*left, *right, result)]
     _lib().mezzo_sums(rows, *at, width, columns, promoted, torch.get_num_threads())
     return result
+
+
+def round_blocks(x: Tensor, fmt: Format, *, along: int, encode: float | None, seed: int | None) -> Tensor:
+    """Return a contiguous matrix rounded like ``block_formats.rounded``, in one pass.
+
+    Args:
+        x: (rows, columns), in FP32, FP16 or BF16.
+        fmt: a format with scales for blocks.
+        along: the dimension that a product sums over.
+        encode: the tensor's scale, if the blocks' scales share one.
+        seed: of stochastic rounding, below 2**32; None rounds to the nearest.
+    """
+    scaling = fmt.scaling
+    assert scaling is not None
+    rule = _RULE_CODES[scaling.rule] if encode is None else _RULE_CODES_UNDER_TENSOR[scaling.rule]
+    numbers = (fmt.mantissa_bits, fmt.max_exponent, rule, seed is not None, seed or 0, encode or 1.0)
+    values = _BlockFormat(fmt.max, fmt.min_normal, *numbers, decode_scale(encode or 1.0))
+    to, sizes = torch.empty(x.shape), (*x.shape, *scaling.tile(along))
+    pointers = x.data_ptr(), to.data_ptr()
+    _lib().mezzo_round_blocks(_CODES[x.dtype], *pointers, *sizes, ctypes.addressof(values), torch.get_num_threads())
+    return to
+
+
+def decode_scale(encode: float) -> float:
+    """Return the reciprocal of a scale, rounded to FP32."""
+    return ctypes.c_float(1.0 / encode).value
+
+
+def hadamard(x: Tensor, signs: Tensor) -> Tensor:
+    """Return a contiguous BF16 matrix with a multiple of 16 rows, mixed like ``block_formats.transformed``."""
+    to = torch.empty_like(x)
+    _lib().mezzo_hadamard(x.data_ptr(), to.data_ptr(), *x.shape, signs.data_ptr())
+    return to
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:

@@ -345,7 +345,7 @@ def quantise(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor]:
     least = amax.float().clamp(min=1e-12)
     # torch divides a number by a tensor as a product with the reciprocal, which rounds twice.
     factor = torch.full_like(least, fmt.max) / least
-    if fmt.scaling.rule == "power of two above":
+    if fmt.scaling.rule == "rceil":
         factor = factor.log2().floor().exp2()
     return (x.float() * factor).clamp(-fmt.max, fmt.max).to(fmt.dtype), factor
 

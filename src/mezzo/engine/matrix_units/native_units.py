@@ -5,12 +5,7 @@ unchanged. It has its own class for such layers. A layer is converted in place, 
 remains the same object for the model, its hooks and the optimizer, with the same parameters and names, so state dicts
 do not change.
 
-FP8 pays only for large products, because rounding costs a pass over every operand. So these layers stay in BF16, each with
-its reason in ``Session.explain``: layers whose sizes are not multiples of 16, which FP8 matrix units require; layers
-smaller than those for which torchao measured a gain (on H100s); the last linear layer, whose errors reach the loss
-directly; layers with their own code, whose results another class would change; and those that the policy keeps in FP32.
-
-The number of rows (samples times positions) must also be a multiple of 16, because the gradient of the weight sums
+The number of rows (samples times positions) must be a multiple of 16, because the gradient of the weight sums
 over them. An odd batch is padded with zero rows, which change no largest magnitude and no sum.
 
 Outside the session's region a layer computes as it did before, like every other operation.
@@ -18,13 +13,10 @@ Outside the session's region a layer computes as it did before, like every other
 
 from __future__ import annotations
 
-import functools
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,162 +24,113 @@ from torch import Tensor, nn
 
 from mezzo.engine.casts import conversion
 from mezzo.errors import UnsupportedFormatError
-from mezzo.explain import Choice
-from mezzo.formats import FP32, FP64, Recipe
+from mezzo.formats import FP64, MX_BLOCK
 from mezzo.policy import Policy
 from mezzo.policyfields import recipe_of
 
 _MULTIPLE = 16
-SizeFault = Literal["not multiples", "too small"]
-"""Why a linear layer's sizes keep it in 16 bits."""
-_SIZES = "a size is not a multiple of 16, which FP8 matrix units require"
-_LAST = "the last linear layer: its errors reach the loss undamped"
-_OWN_CODE = "it has code of its own, which a layer in FP8 would not run"
-_OTHER_DTYPE = "its weight is in a format that is never cast"
-_IN_FP32 = "the policy keeps it in FP32"
 
 
-def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> tuple[int, list[Choice]] | None:
-    """Convert the linear layers of ``models`` that gain from FP8, in place.
-
-    Return their number, and why the others are left alone; None if ``policy`` uses no FP8 units.
-
-    Args:
-        models: before their weights are cast.
-        policy: the policy.
-        emulated: whether the device emulates it.
+def float8_config(policy: Policy) -> Any:
+    """Return torchao's settings for the policy's recipe.
 
     Raises:
         UnsupportedFormatError: torchao cannot be imported.
     """
-    if policy.compute != "fp8" or emulated:
-        return None
-    reasons = [_reasons(model, policy) for model in models]
-    chosen = [layer for of_model in reasons for _, layer, reason in of_model if reason is None]
-    config = _config(policy) if chosen else None
-    for layer in chosen:
-        _convert_layer(layer, config, policy)
-    return len(chosen), _left_alone(reasons)
-
-
-def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:
-    """Return which linear layers of ``models`` compute in FP8 under ``policy``, and why the others do not."""
-    if policy.compute != "fp8":
-        return []
-    reasons = [_reasons(model, policy) for model in models]
-    every = [reason for of_model in reasons for _, _, reason in of_model]
-    gaining = f"{every.count(None)} of {len(every)} linear layers"
-    if emulated:
-        reason = f"emulation has no shapes to avoid; on a GPU with FP8 units {gaining} would compute in FP8"
-        return [Choice(what="fp8 layers", value="all linear layers", reason=reason)]
-    reason = f"torchao's {policy.fp8_recipe} recipe on the GPU's FP8 units"
-    return [Choice(what="fp8 layers", value=gaining, reason=reason), *_left_alone(reasons)]
-
-
-def _reasons(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Linear, str | None]]:
-    """Return every linear layer by name, with the reason why it is left alone, or None."""
-    names = conversion.module_names(model) or {"the model": model}
-    layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
-    in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
-    last = next(reversed(layers.values()), None)
-    return [
-        (name, layer, _IN_FP32 if layer in in_fp32 else _LAST if layer is last else _why_not(layer, policy))
-        for name, layer in layers.items()
-    ]
-
-
-def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
-    if not plain and not _computes_in_fp8(layer):
-        return _OWN_CODE
-    if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
-        return _OTHER_DTYPE
-    recipe = recipe_of(policy)
-    fault = None if recipe is None else fault_of_sizes(layer.out_features, layer.in_features, recipe)
-    if recipe is None or fault is None:
-        return None
-    return _SIZES if fault == "not multiples" else _least_sizes(recipe)
-
-
-def fault_of_sizes(outputs: int, inputs: int, recipe: Recipe) -> SizeFault | None:
-    """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
-    if outputs % _MULTIPLE or inputs % _MULTIPLE:
-        return "not multiples"
-    return "too small" if _too_small(outputs, inputs, recipe) else None
-
-
-def _too_small(outputs: int, inputs: int, recipe: Recipe) -> bool:
-    return any(outputs <= most_outputs and inputs <= most_inputs for most_outputs, most_inputs in recipe.too_small)
-
-
-def _least_sizes(recipe: Recipe) -> str:
-    limits = [
-        " and ".join(
-            f"{most:g} {side}" for most, side in zip(sizes, ("outputs", "inputs"), strict=True) if math.isfinite(most)
-        )
-        for sizes in recipe.too_small
-    ]
-    return f"too small to gain: no more than {', or '.join(limits)} (torchao's measurements on H100s)"
-
-
-def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> list[Choice]:
-    """Return one choice per reason; layers of one size whose names differ only in numbers are grouped."""
-    by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
-    for name, layer, reason in (one for of_model in reasons for one in of_model):
-        if reason is not None:
-            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), f"({layer.in_features} to {layer.out_features})"
-            by_reason.setdefault(reason, {}).setdefault(alike, []).append(name)
-    return [
-        Choice(what="not in fp8", value=", ".join(_group_text(*group) for group in groups.items()), reason=reason)
-        for reason, groups in by_reason.items()
-    ]
-
-
-def _group_text(alike: tuple[str, str], names: list[str]) -> str:
-    pattern, sizes = alike
-    return f"{names[0]} {sizes}" if len(names) == 1 else f"{len(names)} x {pattern} {sizes}"
-
-
-def _config(policy: Policy) -> Any:
-    """Return torchao's settings for the policy's recipe."""
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise UnsupportedFormatError(
             f"policy {policy!s} computes linear layers in FP8 with torchao, which cannot be imported ({error})",
-            hint="pip install 'torchao>=0.17'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
+            hint="pip install 'torchao>=0.18'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
         ) from None
     return Float8LinearConfig.from_recipe_name(policy.fp8_recipe)
 
 
-def _convert_layer(layer: nn.Linear, config: Any, policy: Policy) -> None:
-    """Change ``layer`` to torchao's class and settings, with a forward that uses them only in the session's region."""
+class MxLinear(Protocol):
+    """A linear layer that torchao computes in MXFP8."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, with_hp: bool) -> Tensor:
+        """Return the result in the format of ``x``; ``with_hp`` computes the weight's gradient in that format as well."""
+
+
+def mxfp8_linear(policy: Policy) -> MxLinear:
+    """Return torchao's MXFP8 layer with the policy's rule of scales.
+
+    Raises:
+        UnsupportedFormatError: torchao cannot be imported, or has no such layer.
+    """
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats.config import (
+            MXFP8Dim0CastKernelChoice,
+            MXFP8Dim1CastKernelChoice,
+            ScaleCalculationMode,
+        )
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    except ImportError as error:
+        raise UnsupportedFormatError(
+            f"policy {policy!s} computes linear layers in MXFP8 with torchao, which cannot be imported ({error})",
+            hint="pip install 'torchao>=0.18'; or set arithmetic=emulated for MXFP8's numerics without its speed, or use policy bf16",
+        ) from None
+    recipe = recipe_of(policy)
+    assert recipe is not None
+    assert recipe.values.scaling is not None
+    mode = ScaleCalculationMode(recipe.values.scaling.rule)
+    e4m3, (product, by_rows, by_columns) = recipe.values.dtype, MX_KERNELS
+    kernels, casts = (
+        KernelPreference(product),
+        (MXFP8Dim0CastKernelChoice(by_rows), MXFP8Dim1CastKernelChoice(by_columns)),
+    )
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_hp: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        missing = -len(rows) % MX_BLOCK  # the gradient of the weight sums over rows, in blocks
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        wide: Tensor = mx_mm.apply(
+            padded, weight.to(x.dtype), e4m3, e4m3, e4m3, MX_BLOCK, kernels, *casts, mode, with_hp
+        )
+        y = wide[: len(rows)].reshape(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return linear
+
+
+MX_KERNELS = ("auto", "triton", "cuda")
+"""torchao's names of the GPU's kernels: of the product, and of casts along rows and columns."""
+
+
+def use_float8(layer: nn.Linear, config: Any, policy: Policy, *, converted: bool) -> None:
+    """Change ``layer`` to torchao's class and settings, with a forward that uses them only in the session's region.
+
+    Args:
+        layer: the layer.
+        config: torchao's settings.
+        policy: the policy.
+        converted: whether the layer has such a forward already.
+    """
     from torchao.float8 import convert_to_float8_training
 
-    converted = _computes_in_fp8(layer)
     twin = convert_to_float8_training(layer, config=config)
     layer.__class__ = type(twin)
     vars(layer).update({name: value for name, value in vars(twin).items() if name not in _OF_ANY_MODULE})
     if not converted:
-        conversion.wrap(layer, _in_fp8, layer, policy.storage.dtype)
+        conversion.wrap(layer, in_float8, layer, policy.storage.dtype)
 
 
 _OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
 
 
-def _computes_in_fp8(layer: nn.Module) -> bool:
-    forward = vars(layer).get("forward")
-    while isinstance(forward, functools.partial):  # a wrapper that casts the inputs may be outside
-        if forward.func is _in_fp8:
-            return True
-        forward = forward.args[0] if forward.args else None
-    return False
+def lowers(layer: nn.Linear, low: torch.dtype, input: Tensor) -> bool:
+    """Return whether a layer computes in fewer bits now: in a region, or with weights that were cast, but not in FP64."""
+    region = torch.is_autocast_enabled(input.device.type) or layer.weight.dtype is low  # a cast model has no region
+    return region and input.dtype is not FP64.dtype and input.numel() > 0
 
 
-def _in_fp8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Tensor:
+def in_float8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Tensor:
+    """Run a layer of torchao's class, ``call``, in the session's region; elsewhere as a plain one."""
     kind = input.device.type
-    lowers = torch.is_autocast_enabled(kind) or layer.weight.dtype is low  # a cast model has no region
-    if not lowers or input.dtype is FP64.dtype or input.numel() == 0:
+    if not lowers(layer, low, input):
         return F.linear(input, layer.weight, layer.bias)
     with torch.autocast(kind, enabled=False):  # torchao's layer would check the GPU's autocast and cast again
         x = input.to(low)

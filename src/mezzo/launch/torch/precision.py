@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo import oplists
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
-from mezzo.engine.matrix_units import native_units
+from mezzo.engine.matrix_units import low_layers
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.engine.session_guard import policy_note
 from mezzo.errors import PolicyError, UnsupportedFormatError
@@ -58,7 +58,7 @@ class ScriptPrecision:
         self.inner_scale: Scale = NoScale()
         """The scale of gradients that the script computes with, as in a penalty."""
         self._castings: dict[tuple[str, int], Casting] = {}
-        self._unmatched = set(() if policy is None else policy.fp32_modules)
+        self._unmatched = set(() if policy is None else (*policy.fp32_modules, *policy.bf16_products))
         self._cast_by_us = WeakTensorKeyDictionary()
 
     def begin_on(self, device: torch.device) -> None:
@@ -124,8 +124,12 @@ class ScriptPrecision:
         self._unmatched -= matched
         if len(matched) < len(policy.fp32_modules):
             policy = policy.replace(fp32_modules=tuple(matched))
+        products = low_layers.matching_products(module, policy.bf16_products)
+        self._unmatched -= products
+        if len(products) < len(policy.bf16_products):
+            policy = policy.replace(bf16_products=tuple(products))
         casting = self.casting(device.type)
-        _, left_alone = native_units.convert([module], policy, emulated=casting is None or casting.emulates) or (0, [])
+        _, left_alone = low_layers.convert([module], policy, emulated=casting is None or casting.emulates) or (0, [])
         for choice in left_alone:
             self._notes.note_left_alone(choice.what, choice.value, choice.reason)
         if policy.casting == "model":

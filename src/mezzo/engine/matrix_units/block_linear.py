@@ -1,0 +1,97 @@
+"""A linear layer whose products read operands in blocks: MXFP8, MXFP4, NVFP4 and block-wise FP8, emulated in FP32.
+
+A layer has three products: ``forward``, ``dgrad`` (the gradient of its input) and ``wgrad`` (the gradient of its weight). Each sums over
+another dimension, so each rounds both operands anew, in blocks along its own sum:
+
+    forward   x (tokens, in)      by rows      w (out, in)     by rows
+    dgrad     dy (tokens, out)    by rows      w               by columns
+    wgrad     dy                  by columns   x               by columns
+
+Operands are BF16, weights too: trainers hand these kernels a BF16 weight (FSDP2's ``param_dtype``, Transformer Engine). Products are
+added up in FP32 and rounded once to BF16. The BF16 input and the weight are kept for the backward pass.
+
+For ``wgrad`` a recipe may mix the rows of both operands first, which changes no product before rounding; it may round gradients at
+random, with seeds from the gradient and the weight: the weight changes with every update, so equal gradients are rounded anew.
+
+Products that a policy keeps in 16 bits are emulated as ``emulation_nodes.Linear`` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mezzo.engine.matrix_units.block_formats import rounded, seed_of, transformed
+from mezzo.engine.matrix_units.emulation_nodes import wants
+from mezzo.formats import BF16, Format, Recipe
+
+LayerProduct: TypeAlias = Literal["forward", "dgrad", "wgrad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """How the three products of one linear layer are computed."""
+
+    recipe: Recipe
+    in_16_bits: frozenset[LayerProduct] = frozenset()
+    """Products that stay in BF16."""
+
+    def format_of(self, product: LayerProduct) -> str:
+        """Return the name of the format in which a product is counted."""
+        return BF16.name if product in self.in_16_bits else self.recipe.product or self.recipe.values.name
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
+    """Emulate a linear layer; ``x`` (..., in) and the result (..., out) are BF16, ``weight`` (out, in) is BF16 or FP32."""
+    y: Tensor = _BlockLinear.apply(x, weight, plan)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _BlockLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: LayerPlan) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.plan, ctx.stands_for = plan, plan.format_of("forward")
+        rows, low = x.reshape(-1, x.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
+        if "forward" in plan.in_16_bits:
+            wide = F.linear(rows.float(), low.float())
+        else:
+            wide = F.linear(rounded(rows, plan.recipe.values, along=1), rounded(low, plan.recipe.weights, along=1))
+        return wide.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        plan: LayerPlan = ctx.plan
+        rows, low = grad.reshape(-1, grad.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
+        seed = seed_of(rows, low) if plan.recipe.stochastic else None
+        grad_x = grad_weight = None
+        if wants(ctx, 0):
+            ctx.stands_for = plan.format_of("dgrad")
+            grad_x = _dgrad(rows, low, plan, seed).to(x.dtype).view(x.shape)
+        if wants(ctx, 1):
+            ctx.stands_for = plan.format_of("wgrad")
+            columns = x.reshape(-1, x.shape[-1]).contiguous()
+            grad_weight = _wgrad(rows, columns, plan, None if seed is None else seed ^ 1).to(x.dtype).to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+def _dgrad(grad: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
+    if "dgrad" in plan.in_16_bits:
+        return grad.float() @ weight.float()
+    return rounded(grad, plan.recipe.gradients, along=1, seed=seed) @ rounded(weight, plan.recipe.weights, along=0)
+
+
+def _wgrad(grad: Tensor, x: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
+    if "wgrad" in plan.in_16_bits:
+        return grad.float().mT @ x.float()
+    if plan.recipe.hadamard:
+        grad, x = transformed(grad), transformed(x)
+    values: Format = plan.recipe.values
+    return rounded(grad, plan.recipe.gradients, along=0, seed=seed).mT @ rounded(x, values, along=0)
