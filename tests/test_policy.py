@@ -480,9 +480,9 @@ WRONG_TEXTS = [
         "write fp8:accumulate=fp22, or leave accumulate out",
     ),
     (
-        "fp8-block:accumulate=fp22-128",
-        OF_HOPPER.format("fp22-128", "fp8_recipe=blockwise", "fp8_recipe=tensorwise or rowwise"),
-        "write fp8:accumulate=fp22, or leave accumulate out",
+        "fp8-block:accumulate=fp22",
+        "accumulate=fp22 under policy fp8-block; allowed by blocks: fp32, fp22-128",
+        "a block's scale is applied where its sum is added to one in FP32, so sums are promoted after every block",
     ),
     (
         "mxfp8:accumulate=fp22",

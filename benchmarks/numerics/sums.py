@@ -34,7 +34,7 @@ def error_of_products(accumulate: str, length: int, draw: Callable[..., Tensor])
     if accumulate == "fp32":
         found = (a.float() / by_a) @ (b.float() / by_b)
     else:
-        found = product(a, b, (by_a, by_b), accumulate=accumulate, of="results")
+        found = product(a, b, (by_a.reciprocal(), by_b.reciprocal()), accumulate=accumulate, of="results")
     return float((found.double() - exact).norm() / exact.norm())
 
 

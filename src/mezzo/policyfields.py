@@ -338,7 +338,6 @@ def _check_sums(policy: PolicyFields) -> None:
     if policy.accumulate != "fp32":
         others = {
             "compute": "fp8",
-            "fp8_recipe": "tensorwise or rowwise",
             "arithmetic": "auto or emulated",
             "op_lists": "portable",
             "fp8_formats": "ocp",
@@ -350,6 +349,11 @@ def _check_sums(policy: PolicyFields) -> None:
                     f"allowed: {field}={allowed}",
                     hint="write fp8:accumulate=fp22, or leave accumulate out",
                 )
+        if policy.in_blocks and policy.accumulate != PROMOTED:
+            raise PolicyError(
+                f"accumulate={policy.accumulate} under policy {policy.name}; allowed by blocks: fp32, {PROMOTED}",
+                hint="a block's scale is applied where its sum is added to one in FP32, so sums are promoted after every block",
+            )
     if policy.gradients != "auto" and policy.casting == "model" and policy.storage.name != policy.gradients:
         raise PolicyError(
             f"gradients={policy.gradients} and policy {policy.name} contradict each other: its gradients are in {policy.storage.name}",

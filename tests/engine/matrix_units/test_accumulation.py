@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -15,8 +16,10 @@ from torch.nn import functional as F
 from helpers_engine import casting, randn
 from mezzo.engine.kernels import cpu
 from mezzo.engine.matrix_units.accumulation import OPERATION, product
+from mezzo.engine.matrix_units.block_formats import Blocks, in_blocks
+from mezzo.engine.matrix_units.block_linear import LayerPlan, linear
 from mezzo.engine.matrix_units.emulation import float8_linear, quantise
-from mezzo.formats import RECIPES, format_of
+from mezzo.formats import RECIPES, blockwise_recipe, format_of
 from mezzo.measure.flops import FlopCounter
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -194,7 +197,35 @@ def test_a_result_is_the_sum_divided_by_both_factors(recipe: str) -> None:
     (a, by_a), (b, by_b) = quantise(x, chosen.values, along=-1), quantise(weight.mT, chosen.values, along=0)
     sums = torch.tensor([[exact_steps(a[i], b[:, j]) for j in range(7)] for i in range(5)])
     found = float8_linear(x, weight, recipe=chosen, accumulate="fp22")
-    assert torch.equal(found, (sums / by_a / by_b).to(BF16))
+    assert torch.equal(found, (sums * by_a.reciprocal() * by_b.reciprocal()).to(BF16))
+
+
+@pytest.mark.usefixtures("implementation")
+def test_sums_of_blocks_are_scaled_where_they_are_promoted() -> None:
+    """DeepSeek-V3's recipe: a result and both gradients from exact sums of 128 products, each times its blocks' scales, in FP32."""
+    plan = LayerPlan(recipe=blockwise_recipe("ocp", rule="exact"), accumulate="fp22-128")
+    x, weight = randn(5, 300).bfloat16().requires_grad_(), randn(200, 300, seed=1).requires_grad_()
+    grad = randn(5, 200, seed=2).bfloat16()
+    y = linear(x, weight, None, plan)
+    found = [y, *torch.autograd.grad(y, [x, weight], grad)]
+    low, values, weights = weight.detach().bfloat16(), plan.recipe.values, plan.recipe.weights
+    of_x, of_w = in_blocks(x.detach(), values, along=1), in_blocks(low, weights, along=1)
+    of_g, of_v = in_blocks(grad, values, along=1), in_blocks(low, weights, along=0)
+    by_tokens = [in_blocks(t, values, along=0) for t in (grad, x.detach())]
+    pairs = [
+        (of_x, of_w),
+        (of_g, Blocks(*(t.mT for t in of_v))),
+        tuple(Blocks(*(t.mT for t in one)) for one in by_tokens),
+    ]
+    for result, (a, b) in zip(found, pairs, strict=True):
+        rows, columns = range(0, len(a.elements), 3), range(0, len(b.elements), 67)
+        for i, j in itertools.product(rows, columns):
+            total = torch.zeros(())
+            for at in range(0, a.elements.shape[1], 128):
+                block = slice(at, at + 128)
+                sums = exact_steps(a.elements[i, block].to(E4), b.elements[j, block].to(E4))
+                total = total + torch.tensor(sums) * a.scales[i, at] * b.scales[j, at]
+            assert result[i, j].bfloat16() == total.bfloat16()
 
 
 def test_compiled_code_adds_up_alike_and_belongs_to_its_policy() -> None:
@@ -232,7 +263,11 @@ def test_wide_operands_have_the_exact_product_and_fake_ones_a_shape() -> None:
     """Observers compute an operation again in FP32 or FP64, and predictions with fake tensors."""
     a, b, two = randn(3, 40).to(E4), randn(40, 4).to(E4), torch.tensor(2.0)
     wide = OPERATION(a.double(), b.double(), two.double(), two.double(), False)
-    assert torch.equal(wide, a.double() @ b.double() / 4)
+    assert torch.equal(wide, a.double() @ b.double() * 4)
+    scales = torch.tensor([[2.0, 4.0]] * 3), torch.tensor([[1.0] * 4, [0.5] * 4])
+    longer = [randn(3, 200).to(E4).double(), randn(200, 4).to(E4).double()]
+    blocks = [longer[0][:, :128] @ longer[1][:128] * 2, longer[0][:, 128:] @ longer[1][128:] * 2]
+    assert torch.allclose(OPERATION(*longer, *(s.double() for s in scales), True), sum(blocks), rtol=1e-12, atol=1e-12)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = OPERATION(a, b, two, two, True)
     assert (fake.shape, fake.dtype) == ((3, 4), FP32)

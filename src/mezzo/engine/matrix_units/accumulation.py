@@ -42,17 +42,18 @@ _TILE = 1 << 16
 def product(
     a: Tensor,
     b: Tensor,
-    factors: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
     *,
     accumulate: str,
     of: Literal["results", "gradients"],
 ) -> Tensor:
-    """Return the product of two matrices, divided by the factors with which they were stored.
+    """Return the product of two matrices of scaled numbers.
 
     Args:
         a: 8-bit numbers, (m, k).
         b: 8-bit numbers, (k, n).
-        factors: what the numbers of ``a`` and ``b`` were multiplied by: single numbers, or (m, 1) and (1, n), in FP32.
+        scales: what the numbers of ``a`` and ``b`` are multiplied by, in FP32: single numbers; (m, 1) and (1, n); or, where sums are
+            promoted, one for every 128 products, (m, k / 128) and (k / 128, n).
         accumulate: a policy's word, other than ``fp32``.
         of: whether the product is a layer's result or a gradient.
 
@@ -60,23 +61,37 @@ def product(
         The product in FP32, (m, n).
     """
     promotes = accumulate == PROMOTED or (accumulate == "hopper" and of == "gradients")
-    result: Tensor = OPERATION(a, b, *factors, promotes)
+    result: Tensor = OPERATION(a, b, *scales, promotes)
     return result
 
 
-def _mm(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, promotes: bool) -> Tensor:
+def _mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, promotes: bool) -> Tensor:
     """Compute ``product``; of wide operands, which observers pass, the exact one."""
+    by_block = scale_a.dim() == 2 and scale_a.shape[1] != 1
     if a.dtype in (FP32.dtype, FP64.dtype):
-        return a @ b / factor_a / factor_b
+        if by_block:
+            width, each = a.shape[1], _PROMOTED
+            scale_a = scale_a.repeat_interleave(each, dim=1)[:, :width]
+            scale_b = scale_b.repeat_interleave(each, dim=0)[:width]
+            return (a * scale_a) @ (b * scale_b)
+        return a @ b * scale_a * scale_b
     rows, columns = (a.float(), _powers(a)), (b.float(), _powers(b))
-    promoted = _PROMOTED if promotes else max(a.shape[1], 1)
     built = a.is_cpu and cpu.library()[0] is not None
     compiled = built and all(bool(values.isfinite().all()) for values, _ in (rows, columns))
-    sums = cpu.sums(rows, columns, promoted=promoted) if compiled else _sums(rows, columns, promoted)
-    return sums / factor_a / factor_b
+    add_up = cpu.sums if compiled else _sums
+    if not by_block:
+        return add_up(rows, columns, promoted=_PROMOTED if promotes else max(a.shape[1], 1)) * scale_a * scale_b
+    total = torch.zeros(len(a), b.shape[1], device=a.device)
+    for number, at in enumerate(range(0, a.shape[1], _PROMOTED)):
+        block = slice(at, at + _PROMOTED)
+        sums = add_up(
+            (rows[0][:, block], rows[1][:, block]), (columns[0][block], columns[1][block]), promoted=_PROMOTED
+        )
+        total += sums * scale_a[:, number, None] * scale_b[number]
+    return total
 
 
-def _sums(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], promoted: int) -> Tensor:
+def _sums(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], *, promoted: int) -> Tensor:
     """Return the same as ``cpu.sums``, by torch's operations, on any device and for any numbers."""
     (num_rows, width), num_columns = rows[0].shape, columns[0].shape[1]
     sums = torch.zeros(num_rows, num_columns, device=rows[0].device)
@@ -124,11 +139,11 @@ def _masked(x: Tensor, mask: int) -> Tensor:
 
 # One operation, so that a compiler leaves it alone and an observer sees one product.
 _LIBRARY = torch.library.Library("mezzo", "DEF")  # its operations are removed when it is garbage-collected
-_LIBRARY.define("mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, bool promotes) -> Tensor")
+_LIBRARY.define("mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, bool promotes) -> Tensor")
 _LIBRARY.impl("mm", _mm, "CompositeExplicitAutograd")
 
 
-def _shape(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, promotes: bool) -> Tensor:
+def _shape(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, promotes: bool) -> Tensor:
     wide = a.dtype if a.dtype is FP64.dtype else FP32.dtype
     return a.new_empty((a.shape[0], b.shape[1]), dtype=wide)
 

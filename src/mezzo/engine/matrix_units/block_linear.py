@@ -26,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mezzo.engine.matrix_units.block_formats import rounded, seed_of, transformed
+from mezzo.engine.matrix_units.accumulation import product
+from mezzo.engine.matrix_units.block_formats import in_blocks, rounded, seed_of, transformed
 from mezzo.engine.matrix_units.emulation_nodes import wants
-from mezzo.formats import BF16, Format, Recipe
+from mezzo.formats import BF16, FP8_BLOCK, FP32, Format, Recipe
+from mezzo.policyfields import PROMOTED
 
 LayerProduct: TypeAlias = Literal["forward", "dgrad", "wgrad"]
 
@@ -40,6 +42,8 @@ class LayerPlan:
     recipe: Recipe
     in_16_bits: frozenset[LayerProduct] = frozenset()
     """Products that stay in BF16."""
+    accumulate: str = FP32.name
+    """How products of 8-bit blocks are added up, in a policy's word: in FP32, or promoted after every block."""
 
     def format_of(self, product: LayerProduct) -> str:
         """Return the name of the format in which a product is counted."""
@@ -60,6 +64,8 @@ class _BlockLinear(torch.autograd.Function):
         rows, low = x.reshape(-1, x.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
         if "forward" in plan.in_16_bits:
             wide = F.linear(rows.float(), low.float())
+        elif plan.accumulate == PROMOTED:
+            wide = _promoted((rows, plan.recipe.values, 1), (low, plan.recipe.weights, 1))
         else:
             wide = F.linear(rounded(rows, plan.recipe.values, along=1), rounded(low, plan.recipe.weights, along=1))
         return wide.to(x.dtype).view(*x.shape[:-1], len(weight))
@@ -85,13 +91,31 @@ class _BlockLinear(torch.autograd.Function):
 def _dgrad(grad: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
     if "dgrad" in plan.in_16_bits:
         return grad.float() @ weight.float()
+    if plan.accumulate == PROMOTED:
+        return _promoted((grad, plan.recipe.gradients, 1), (weight, plan.recipe.weights, 0))
     return rounded(grad, plan.recipe.gradients, along=1, seed=seed) @ rounded(weight, plan.recipe.weights, along=0)
 
 
 def _wgrad(grad: Tensor, x: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
     if "wgrad" in plan.in_16_bits:
         return grad.float().mT @ x.float()
+    if plan.accumulate == PROMOTED:
+        return _promoted((grad, plan.recipe.gradients, 0), (x, plan.recipe.values, 0))
     if plan.recipe.hadamard:
         grad, x = transformed(grad), transformed(x)
     values: Format = plan.recipe.values
     return rounded(grad, plan.recipe.gradients, along=0, seed=seed).mT @ rounded(x, values, along=0)
+
+
+def _promoted(a: tuple[Tensor, Format, int], b: tuple[Tensor, Format, int]) -> Tensor:
+    """Return a product in FP32 whose sums are scaled and promoted after every block of 128 products (arXiv:2412.19437, figure 7b).
+
+    Args:
+        a: a matrix, its format, and the dimension that the product sums over.
+        b: likewise.
+    """
+    (left, by_left), (right, by_right) = (
+        tuple(t if along == 1 else t.mT for t in in_blocks(x, fmt, along=along)) for x, fmt, along in (a, b)
+    )
+    scales = by_left[:, ::FP8_BLOCK], by_right[:, ::FP8_BLOCK].mT
+    return product(left.to(a[1].dtype), right.mT.to(b[1].dtype), scales, accumulate=PROMOTED, of="results")

@@ -326,7 +326,8 @@ def _product(
     (stored_a, factor_a), (stored_b, factor_b) = quantise(a, formats[0], along=-1), quantise(b, formats[1], along=0)
     if accumulate == FP32.name:
         return (stored_a.float() / factor_a) @ (stored_b.float() / factor_b)
-    return product(stored_a, stored_b, (factor_a, factor_b), accumulate=accumulate, of=of)
+    scales = factor_a.reciprocal(), factor_b.reciprocal()
+    return product(stored_a, stored_b, scales, accumulate=accumulate, of=of)
 
 
 def quantise(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,8 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
         if not recipe.by_layer:
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
-            plan = LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy))
+            kept = _in_16_bits(name, policy)
+            plan = LayerPlan(recipe=recipe, in_16_bits=kept, accumulate=policy.accumulate)
             product = mxfp8_linear(policy) if not emulated else None
             conversion.wrap(layer, _in_blocks, layer, plan, product, policy.storage.dtype)
     return len(chosen), _left_alone(judged, policy)
