@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ _LAST = "the last linear layer: its errors reach the loss undamped"
 _LAST_IN_BLOCKS = f"{_LAST}; end_layers=compute includes it"
 _OWN_CODE = "it has code of its own, which a layer in fewer bits would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
+_OF_TRANSFORMER_ENGINE = "a layer of TransformerEngine, whose own recipe decides in which format it computes"
 _IN_FP32 = "the policy keeps it in FP32"
 _IN_BF16 = "the policy keeps it in BF16"
 _PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
@@ -122,12 +123,22 @@ def _check_products(models: Sequence[nn.Module], policy: Policy) -> None:
 def _judged(model: nn.Module, policy: Policy, recipe: Recipe) -> _Judged:
     names = conversion.module_names(model) or {"the model": model}
     layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
+    foreign = {
+        name: cast(nn.Linear, module) for name, module in names.items() if _of_transformer_engine(module)
+    }  # for its sizes
     in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
     ends = _ends(list(layers.values()), policy, recipe)
-    return [
+    judged = [
         (name, layer, _IN_FP32 if layer in in_fp32 else ends.get(layer) or _why_not(name, layer, policy, recipe))
         for name, layer in layers.items()
     ]
+    return [*judged, *((name, layer, _OF_TRANSFORMER_ENGINE) for name, layer in foreign.items())]
+
+
+def _of_transformer_engine(module: nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine's linear layers, by the name of its class' module: it is not installed here."""
+    ours = type(module).__module__.partition(".")[0] == "transformer_engine"
+    return ours and not isinstance(module, nn.Linear) and {"in_features", "out_features"} <= set(vars(module))
 
 
 def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[nn.Linear, str]:
