@@ -135,6 +135,19 @@ def test_transformer_engines_layers_are_named_and_left_alone() -> None:
     assert chosen(model) == ["1"]
 
 
+def test_sharded_layers_compute_in_blocks() -> None:
+    """``fully_shard`` gives a module a class of its own, made of ``FSDPModule`` and the module's."""
+
+    class FSDPModule:
+        pass
+
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model[1].__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    model[2].__class__ = type("FSDPScaled", (FSDPModule, Scaled), {})
+    session_of(model, "mxfp8")
+    assert chosen(model) == ["1"]
+
+
 def results(model: nn.Module, policy: str, run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
     """Return the loss and the gradients of a model with fixed weights."""
     with torch.no_grad():

@@ -149,7 +149,8 @@ def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[n
 
 
 def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str | None:
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
+    kind = _class_before_sharding(layer) if recipe.by_layer else type(layer)
+    plain = kind is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
     if not plain and not _is_converted(layer):
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
@@ -160,6 +161,12 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
     if fault is None:
         return None
     return _sizes(recipe) if fault == "not multiples" else _least_sizes(recipe)
+
+
+def _class_before_sharding(layer: nn.Module) -> type:
+    """Return a module's class, without the one that ``fully_shard`` puts before it."""
+    kinds = type(layer).__mro__
+    return next(kind for kind in kinds if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
 
 
 def _sizes(recipe: Recipe) -> str:
