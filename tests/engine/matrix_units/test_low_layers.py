@@ -115,6 +115,39 @@ def test_a_model_whose_layers_all_stay_warns() -> None:
         session_of(model, "nvfp4")
 
 
+def test_transformer_engines_layers_are_named_and_left_alone() -> None:
+    """A stand-in: TransformerEngine needs a GPU; its class is known by the module that defines it."""
+
+    class Linear(nn.Module):
+        def __init__(self, in_features: int, out_features: int) -> None:
+            super().__init__()
+            self.in_features, self.out_features = in_features, out_features
+            self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.mT
+
+    Linear.__module__ = "transformer_engine.pytorch.module.linear"
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Linear(64, 64), nn.Linear(64, 64))
+    explained = session_of(model, "nvfp4").explain()
+    reason = "a layer of TransformerEngine, whose own recipe decides in which format it computes"
+    assert Choice(what="not in nvfp4", value="2 (64 to 64)", reason=reason) in explained
+    assert chosen(model) == ["1"]
+
+
+def test_sharded_layers_compute_in_blocks() -> None:
+    """``fully_shard`` gives a module a class of its own, made of ``FSDPModule`` and the module's."""
+
+    class FSDPModule:
+        pass
+
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model[1].__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    model[2].__class__ = type("FSDPScaled", (FSDPModule, Scaled), {})
+    session_of(model, "mxfp8")
+    assert chosen(model) == ["1"]
+
+
 def results(model: nn.Module, policy: str, run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
     """Return the loss and the gradients of a model with fixed weights."""
     with torch.no_grad():

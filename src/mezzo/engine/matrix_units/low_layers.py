@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ _LAST = "the last linear layer: its errors reach the loss undamped"
 _LAST_IN_BLOCKS = f"{_LAST}; end_layers=compute includes it"
 _OWN_CODE = "it has code of its own, which a layer in fewer bits would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
+_OF_TRANSFORMER_ENGINE = "a layer of TransformerEngine, whose own recipe decides in which format it computes"
 _IN_FP32 = "the policy keeps it in FP32"
 _IN_BF16 = "the policy keeps it in BF16"
 _PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
@@ -123,12 +124,22 @@ def _check_products(models: Sequence[nn.Module], policy: Policy) -> None:
 def _judged(model: nn.Module, policy: Policy, recipe: Recipe) -> _Judged:
     names = conversion.module_names(model) or {"the model": model}
     layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
+    foreign = {
+        name: cast(nn.Linear, module) for name, module in names.items() if _of_transformer_engine(module)
+    }  # for its sizes
     in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
     ends = _ends(list(layers.values()), policy, recipe)
-    return [
+    judged = [
         (name, layer, _IN_FP32 if layer in in_fp32 else ends.get(layer) or _why_not(name, layer, policy, recipe))
         for name, layer in layers.items()
     ]
+    return [*judged, *((name, layer, _OF_TRANSFORMER_ENGINE) for name, layer in foreign.items())]
+
+
+def _of_transformer_engine(module: nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine's linear layers, by the name of its class' module: it is not installed here."""
+    ours = type(module).__module__.partition(".")[0] == "transformer_engine"
+    return ours and not isinstance(module, nn.Linear) and {"in_features", "out_features"} <= set(vars(module))
 
 
 def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[nn.Linear, str]:
@@ -139,7 +150,8 @@ def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[n
 
 
 def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str | None:
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
+    kind = _class_before_sharding(layer) if recipe.by_layer else type(layer)
+    plain = kind is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
     if not plain and not _is_converted(layer):
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
@@ -150,6 +162,12 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
     if fault is None:
         return None
     return _sizes(recipe) if fault == "not multiples" else _least_sizes(recipe)
+
+
+def _class_before_sharding(layer: nn.Module) -> type:
+    """Return a module's class, without the one that ``fully_shard`` puts before it."""
+    kinds = type(layer).__mro__
+    return next(kind for kind in kinds if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
 
 
 def _sizes(recipe: Recipe) -> str:
