@@ -308,7 +308,7 @@ def test_capture_on_a_cpu_says_what_to_do() -> None:
 REFUSED: dict[str, tuple[Callable[[], mezzo.Session], str]] = {
     "torch's optimizer": (
         lambda: mezzo.Session(m := Model(), torch.optim.SGD(m.parameters(), lr=0.1), policy="fp32"),
-        "capture() with not all optimizers are mezzo.AdamW or mezzo.SGD",
+        "capture() with not all optimizers are Mezzo's own",
     ),
     "clip_value": (lambda: built("fp32", "SGD", clip_value=1.0), "capture() with clip_value changes single elements"),
     "several scales": (lambda: built("fp16:arithmetic=emulated", "SGD", num_losses=2), "capture() with num_losses=2"),

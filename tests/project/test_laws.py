@@ -95,11 +95,13 @@ MAY_IMPORT = {
 PINNED_EXPORTS = [
     "audit",
     "checkpoint",
+    "Adafactor",
     "AdamW",
     "Choice",
     "ContractError",
     "DynamicScale",
     "MezzoError",
+    "Muon",
     "NoScale",
     "NonFiniteLossError",
     "Policy",
