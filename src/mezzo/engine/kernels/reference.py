@@ -7,6 +7,7 @@ above 0, nothing changes, not even the step counts; no line waits for the device
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -144,12 +145,19 @@ def apply(rule: Rule, batch: Batch, settings: Any, factor: Tensor, found_inf: Te
         if rule.whole_matrices:
             own_shapes = rule.moment_shape is not None
             shaped = _in_shape_of(weight, values, moments_too=not own_shapes)._replace(sharing=batch.sharing[i])
-            updated, moments = rule.formula(shaped, settings)
+            with _own_formats(weight.device.type):
+                updated, moments = rule.formula(shaped, settings)
             updated = flat(laid_out_as(weight, updated))
             moments = {n: m.reshape(-1) if own_shapes else flat(laid_out_as(weight, m)) for n, m in moments.items()}
         else:
             updated, moments = rule.formula(values, settings)
         _write_back(batch, i, updated, values.step, moments, found_inf)
+
+
+def _own_formats(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which would cast a formula's products and norms if a step runs inside a region."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def _in_shape_of(weight: Tensor, values: Values, *, moments_too: bool) -> Values:

@@ -74,13 +74,10 @@ def orthogonalized(
         return product if native else product.to(BF16.dtype).float()
 
     x = x if native else x.float()
-    with torch.autocast(
-        matrix.device.type, enabled=False
-    ):  # which would cast FP32 operands, if step() runs inside a region
-        for _ in range(steps):
-            gram = rounded(x @ x.mT)
-            polynomial = rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
-            x = rounded(torch.addmm(x, polynomial, x, beta=a))
+    for _ in range(steps):
+        gram = rounded(x @ x.mT)
+        polynomial = rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
+        x = rounded(torch.addmm(x, polynomial, x, beta=a))
     x = x.to(BF16.dtype)
     return x.mT if tall else x
 
