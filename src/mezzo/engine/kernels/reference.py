@@ -30,7 +30,7 @@ from mezzo.engine.kernels.storage import (
 from mezzo.formats import BF16, FP32
 
 
-class Sharing(NamedTuple):
+class Spread(NamedTuple):
     """How processes share one parameter, for a formula that needs all of it: both do nothing where each has the whole."""
 
     whole: Callable[[Tensor], Tensor]
@@ -39,7 +39,7 @@ class Sharing(NamedTuple):
     """Cuts this process's part out of a whole tensor."""
 
 
-ALONE = Sharing(lambda part: part, lambda whole: whole)
+NOT_SPREAD = Spread(lambda part: part, lambda whole: whole)
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Batch:
     """Whether BF16 weights without a master are rounded stochastically."""
     remembered: dict[Any, Any] = field(default_factory=dict)
     """Data that a device's kernels keep from one update of the group to the next."""
-    sharing: list[Sharing] = field(default_factory=list)
+    spread: list[Spread] = field(default_factory=list)
     """How processes share each parameter, if the rule needs whole matrices."""
 
     @property
@@ -111,7 +111,7 @@ class Values(NamedTuple):
     moments: dict[str, Tensor]
     step: Tensor
     """The number of this update, from 1: no dimensions."""
-    sharing: Sharing = ALONE
+    spread: Spread = NOT_SPREAD
     """The tensors above are this process's parts, but for moments of the rule's own shapes, which are whole in each."""
 
 
@@ -127,7 +127,7 @@ class Rule:
     kernel: str = ""
     """The name of the function of ``cpu``, ``fused`` and ``gpu``; empty if there is none."""
     whole_matrices: bool = False
-    """Whether the formula needs the weight in its shape, not as a row of numbers, and gathers by ``sharing`` what is spread."""
+    """Whether the formula needs the weight in its shape, not as a row of numbers, and gathers by ``spread`` what is spread."""
     moment_shape: Callable[[str, torch.Size], torch.Size] | None = None
     """The shape of a moment, by its name and the whole weight's shape; such moments are given as rows. None for the weight's own."""
 
@@ -144,7 +144,7 @@ def apply(rule: Rule, batch: Batch, settings: Any, factor: Tensor, found_inf: Te
         )
         if rule.whole_matrices:
             own_shapes = rule.moment_shape is not None
-            shaped = _in_shape_of(weight, values, moments_too=not own_shapes)._replace(sharing=batch.sharing[i])
+            shaped = _in_shape_of(weight, values, moments_too=not own_shapes)._replace(spread=batch.spread[i])
             with _own_formats(weight.device.type):
                 updated, moments = rule.formula(shaped, settings)
             updated = flat(laid_out_as(weight, updated))
@@ -187,7 +187,7 @@ def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[s
     skips = found_inf > 0
 
     def put(into: Tensor, value: Tensor) -> None:
-        into.copy_(torch.where(skips, into, value.to(into.dtype)))
+        torch.where(skips, into, value.to(into.dtype), out=into)
 
     weight, master = batch.weights[i], batch.masters[i]
     count = max(weight.numel(), *(value.numel() for value in new.values()), 0)

@@ -37,8 +37,8 @@ class AdafactorSettings:
 def _adafactor(values: Values, settings: AdafactorSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what ``torch.optim.Adafactor`` would make of an FP32 weight and its factors."""
     s, (floor, smallest) = settings, settings.eps
-    gradient, weight = values.sharing.whole(values.gradient), values.sharing.whole(values.weight)
-    new, square = dict(values.moments), gradient.square()
+    gradient, weight = values.spread.whole(values.gradient), values.spread.whole(values.weight)
+    new = dict(values.moments)
     fresh = values.step**s.beta2_decay
 
     def mean(name: str, now: Tensor) -> Tensor:
@@ -46,21 +46,22 @@ def _adafactor(values: Values, settings: AdafactorSettings) -> tuple[Tensor, dic
         return new[name]
 
     if gradient.ndim > 1:
-        rows = mean("row_var", square.mean(-1, keepdim=True))
-        columns = mean("col_var", square.mean(-2, keepdim=True))
-        estimate = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=floor)
+        rows = mean("row_var", _rms(gradient, -1).square())
+        columns = mean("col_var", _rms(gradient, -2).square())
+        estimate = (rows / rows.mean(-2, keepdim=True).clamp(min=floor)) @ columns
     else:
-        estimate = mean("variance", square)
-    update = gradient * estimate.clamp(min=floor * floor).rsqrt()
+        estimate = mean("variance", gradient.square()).clone()
+    update = estimate.clamp_(min=floor * floor).rsqrt_().mul_(gradient)  # in place: these are as large as the weight
     length = values.step.rsqrt().clamp(max=s.lr) * _rms(weight).clamp(min=smallest)
-    update = update * (length / (_rms(update) / s.d).clamp(min=1.0))
-    # One rounding of the weight, as in AdamW.
-    return values.sharing.part(weight - (s.lr * s.weight_decay * weight + update)), new
+    update.mul_(length / (_rms(update) / s.d).clamp(min=1.0))
+    update.add_(weight, alpha=s.lr * s.weight_decay)  # before the weight, which is rounded once, as in AdamW
+    return values.spread.part(torch.sub(weight, update, out=update)), new
 
 
-def _rms(tensor: Tensor) -> Tensor:
-    rms: Tensor = tensor.norm() / tensor.numel() ** 0.5
-    return rms
+def _rms(tensor: Tensor, dim: int | None = None) -> Tensor:
+    """Return the root mean square of all elements, or along a dimension, which is kept."""
+    count = tensor.numel() if dim is None else tensor.size(dim)
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None) / count**0.5
 
 
 def _shape(name: str, weight: torch.Size) -> torch.Size:

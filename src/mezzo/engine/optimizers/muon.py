@@ -94,12 +94,12 @@ def _muon(values: Values, settings: MuonSettings) -> tuple[Tensor, dict[str, Ten
     s, weight = settings, values.weight
     buffer = torch.lerp(values.moments["momentum_buffer"], values.gradient, 1 - s.momentum)
     ahead = torch.lerp(values.gradient, buffer, s.momentum) if s.nesterov else buffer
-    whole = values.sharing.whole(ahead.to(BF16.dtype))
+    whole = values.spread.whole(ahead.to(BF16.dtype))
     matrix = whole.flatten(1)  # a convolution's kernel: one row for each output channel
     native, _ = _units(matrix.device.type)
     straight = orthogonalized(matrix, coefficients=s.ns_coefficients, steps=s.ns_steps, eps=s.eps, native=native)
     ratio = _rate_ratio(s.adjust_lr_fn, *matrix.shape)
-    direction = values.sharing.part(straight.reshape(whole.shape)).float()
+    direction = values.spread.part(straight.reshape(whole.shape)).float()
     # One rounding of the weight. torch multiplies it by 1 - lr * decay first, which is rounded too.
     decayed = torch.add(direction, weight, alpha=s.weight_decay / ratio)
     return torch.add(weight, decayed, alpha=-s.lr * ratio), {"momentum_buffer": buffer}

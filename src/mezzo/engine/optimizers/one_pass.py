@@ -24,7 +24,7 @@ from torch.optim import optimizer as torchs
 from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels import cpu, fused, reference
-from mezzo.engine.kernels.reference import ALONE, Batch, Rule, Sharing
+from mezzo.engine.kernels.reference import NOT_SPREAD, Batch, Rule, Spread
 from mezzo.engine.kernels.storage import (
     MOMENT_DTYPES,
     UNSIGNED,
@@ -180,7 +180,7 @@ class OnePass(torch.optim.Optimizer):
             numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
             stochastic=stochastic,
             remembered=self._remembered.setdefault((id(group), device), {}),
-            sharing=[_sharing_of(p) for p in parameters] if whole else [],
+            spread=[_spread_of(p) for p in parameters] if whole else [],
         )
 
     def _kind(self, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -372,10 +372,6 @@ class OnePass(torch.optim.Optimizer):
         """Return what this optimizer decides by itself, each choice with its reason."""
         return []
 
-    def rules(self) -> list[Rule]:
-        """Return the rules of its groups."""
-        return [self._rule_of(group) for group in self.param_groups]
-
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         return self._rule
 
@@ -386,10 +382,10 @@ class OnePass(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def _sharing_of(parameter: nn.Parameter) -> Sharing:
+def _spread_of(parameter: nn.Parameter) -> Spread:
     if not is_shared(parameter):
-        return ALONE
-    return Sharing(functools.partial(whole_of, parameter), functools.partial(part_of, parameter))
+        return NOT_SPREAD
+    return Spread(functools.partial(whole_of, parameter), functools.partial(part_of, parameter))
 
 
 def begin_with_masters(optimizers: Iterable[OnePass], *, keep: bool) -> None:
@@ -446,7 +442,8 @@ def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[l
 
 def without_kernel(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> str:
     """Return the name of an optimizer that only its formula updates on a device; empty if all have kernels there."""
-    rules = [(type(o).__name__, rule) for o in optimizers if isinstance(o, OnePass) for rule in o.rules()]
+    ours = [o for o in optimizers if isinstance(o, OnePass)]
+    rules = [(type(o).__name__, rule) for o in ours for rule in map(o._rule_of, o.param_groups)]
     return next((name for name, rule in rules if _compiled(rule, device_type) is None), "")
 
 
