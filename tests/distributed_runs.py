@@ -416,6 +416,27 @@ def matrices(kind: Kind, optimizer: str) -> Any:
     )
 
 
+def snapshot(kind: Kind, optimizer: str, folder: Path, rank: int) -> Any:
+    """Train 2 updates, take a snapshot, train 2 more; another session that loads it comes to the same."""
+    where = folder / f"snapshot {kind} {optimizer}"
+    model, other = (wrapped(mlp(6, 9, 1, seed=seed), Run(kind=kind)) for seed in range(2))
+    session, restored = (_session(one, optimizer, policy="fp16:init_scale=512") for one in (model, other))
+    data = [x for x, _ in batches(4)]
+
+    def train_on(trained: Session, net: nn.Module, inputs: list[Tensor]) -> None:
+        for x in inputs:
+            with trained.autocast():
+                loss = net(x).square().mean()
+            trained.step(loss)
+
+    train_on(session, model, data[:2])
+    session.save(where).wait()
+    restored.load(where)
+    train_on(session, model, data[2:])
+    train_on(restored, other, data[2:])
+    return [[whole(p) for p in one.parameters()] for one in (model, other)]
+
+
 def refused(build: Callable[[], Any]) -> str:
     """Return the message and hint of a session that cannot be built."""
     with pytest.raises(SessionError) as caught:
@@ -498,6 +519,7 @@ def scenes(rank: int, folder: Path) -> dict[str, Callable[[], Any]]:
             tried[f"floor {kind} {name}"] = functools.partial(floor, kind, rank, name)
         for name in OF_MATRICES:
             tried[f"matrices {kind} {name}"] = functools.partial(matrices, kind, name)
+            tried[f"snapshot {kind} {name}"] = functools.partial(snapshot, kind, name, folder, rank)
         for name in ("AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit", *OF_MATRICES):
             tried[f"state {kind} {name}"] = functools.partial(saved_and_loaded, kind, name, folder, rank)
     return tried

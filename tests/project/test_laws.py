@@ -344,8 +344,8 @@ PINNED_ATTRIBUTES = {
     "Policy": "arithmetic arithmetic_on backoff_factor casting compute explain fp32 fp32_modules fp8_formats fp8_recipe gather "
     "growth_factor growth_interval hysteresis init_scale load loss_scale lower lowers master_weights max_scale min_scale name norms of "
     "op_lists parse reduce reduce_order replace required_formats storage to_toml widest world",
-    "AdamW": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master shape_of update",
-    "SGD": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master shape_of update",
+    "AdamW": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master update whole_shape",
+    "SGD": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master update whole_shape",
 }
 """The public attributes of the objects that a script builds, without those that torch's optimizers have."""
 

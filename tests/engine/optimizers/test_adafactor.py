@@ -284,3 +284,4 @@ def test_two_processes_give_one_s_bits(
         (kept, restored), counts, _ = found[f"state {kind} {optimizer}"]
         assert same_bits(kept, restored)
         assert counts[0] == counts[1]
+        assert same_bits(*found[f"snapshot {kind} {optimizer}"])

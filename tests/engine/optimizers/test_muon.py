@@ -504,3 +504,4 @@ def test_a_state_of_two_processes_resumes_bit_for_bit(kind: str, optimizer: str,
         (kept, restored), counts, _ = said
         assert same_bits(kept, restored)
         assert counts[0] == counts[1]
+        assert same_bits(*found[f"snapshot {kind} {optimizer}"])

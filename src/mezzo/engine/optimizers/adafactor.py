@@ -9,6 +9,7 @@ The factors are of the whole matrix, and every process has all of them: a sharde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,7 +62,8 @@ def _adafactor(values: Values, settings: AdafactorSettings) -> tuple[Tensor, dic
 def _rms(tensor: Tensor, dim: int | None = None) -> Tensor:
     """Return the root mean square of all elements, or along a dimension, which is kept."""
     count = tensor.numel() if dim is None else tensor.size(dim)
-    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None) / count**0.5
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None)
+    return norm / math.sqrt(count)
 
 
 def _shape(name: str, weight: torch.Size) -> torch.Size:

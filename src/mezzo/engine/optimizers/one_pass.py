@@ -234,18 +234,18 @@ class OnePass(torch.optim.Optimizer):
 
     def _like(self, parameter: nn.Parameter, name: str) -> Tensor:
         """Return a tensor whose shape, strides and device a moment has: the weight's part, if the rule has no shapes of its own."""
-        weight = local(parameter)
-        return weight if self._rule.moment_shape is None else weight.new_empty(self.shape_of(parameter, name))
+        weight, shape = local(parameter), self.whole_shape(parameter, name)
+        return weight if shape is None else weight.new_empty(shape)
 
     def _packed_strides(self, parameter: nn.Parameter, like: Tensor) -> tuple[int, ...]:
         """Return the strides of the tensor that a packed moment was made from."""
         known = self._layouts.get(id(parameter)) if self._rule.moment_shape is None else None
         return like.stride() if known is None else known[1]
 
-    def shape_of(self, parameter: nn.Parameter, name: str) -> torch.Size:
-        """Return the shape of a parameter's moment, or of its master, over all processes."""
+    def whole_shape(self, parameter: nn.Parameter, name: str) -> torch.Size | None:
+        """Return the shape of a value of the state that each process has whole; None if it has the parameter's shape and parts."""
         shape = self._rule.moment_shape
-        return parameter.shape if shape is None or name == "master" else shape(name, parameter.shape)
+        return None if shape is None or name == "master" else shape(name, parameter.shape)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
         """Return the format of a parameter's master; None if it has none."""
@@ -320,8 +320,7 @@ class OnePass(torch.optim.Optimizer):
         elif value.dtype is not FP32.dtype:
             like = self._like(parameter, name)
             value = as_fp32(value.cpu(), like.shape, self._packed_strides(parameter, like), signed=name not in UNSIGNED)
-        whole = name != "master" and self._rule.moment_shape is not None
-        return value.detach() if whole else shared_as(parameter, value.detach())
+        return value.detach() if self.whole_shape(parameter, name) is not None else shared_as(parameter, value.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class or by torch's optimizer of the same name.

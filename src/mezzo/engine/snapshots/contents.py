@@ -302,7 +302,9 @@ def _refuse_other_moments(optimizer: OnePass, saved: Mapping[str, Any]) -> None:
         for name, value in saved["state"].get(number, {}).items():
             if not isinstance(value, (Tensor, Shard)) or name == "step":
                 continue
-            if tuple(value.shape) != tuple(optimizer.shape_of(parameter, name)):
+            own = optimizer.whole_shape(parameter, name)
+            expected = tuple(parameter.shape if own is None else own)
+            if tuple(value.shape) != expected:
                 raise SnapshotError(
                     f"{name!r} of parameter {number} has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}",
                     hint="build the model and the optimizer as in the run that was stopped",
