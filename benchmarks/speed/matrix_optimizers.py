@@ -30,8 +30,9 @@ COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 ROUNDS = 5
 STORED = [
     ("fp32", "fp32", "nearest"),
+    ("fp32", "bf16", "nearest"),
+    ("fp32", "8bit", "nearest"),
     ("bf16-master", "fp32", "nearest"),
-    ("bf16-master", "bf16", "nearest"),
     ("bf16-master", "8bit", "nearest"),
     ("bf16-pure", "8bit", "stochastic"),
 ]
