@@ -252,6 +252,18 @@ def test_a_session_makes_float64_s_updates_of_fp32_masters(policy: str) -> None:
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_an_update_reads_nothing_back(moments: str) -> None:
+    session, model = session_of("fp16-master:init_scale=64", moments=moments)
+    train(session, model, range(2))
+    with session.autocast():
+        loss = model(batches(1)[0][0]).square().mean()
+    session.backward(loss)
+    with distributed_runs.Watch() as watch:
+        session.update()
+    assert watch.host_reads == 0
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_a_skipped_update_changes_nothing(moments: str) -> None:
     session, model = session_of("fp16-master:init_scale=64", moments=moments)
     train(session, model, range(2))

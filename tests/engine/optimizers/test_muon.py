@@ -239,6 +239,12 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str, str]] = [
         "print the names: [name for name, _ in model.named_parameters()]",
     ),
     (
+        lambda: mezzo.Muon.groups(mlp(2, 2), adamw_names=["*"], adamw={"lr": 1.0}),
+        SessionError,
+        "Sequential has no matrix that adamw_names=['*'] leaves to Muon",
+        "take names out of adamw_names, or train with mezzo.AdamW",
+    ),
+    (
         lambda: mezzo.Muon(new((2, 2)), momentum=1.0),
         PolicyError,
         "momentum=1.0; allowed: from 0 to below 1",
@@ -335,7 +341,7 @@ def test_a_session_says_who_trains_what_and_how(emulated: None) -> None:
     of_interest = ("update", "Muon", "AdamW", "Newton-Schulz")
     assert [(c.what, c.value, c.reason) for c in said if c.what in of_interest] == [
         ("update", "one pass", "plain torch operations: Muon has no kernel for cpu"),
-        ("Muon", "1 parameters", "use_muon=True: 0.weight"),
+        ("Muon", "1 parameter", "use_muon=True: 0.weight"),
         ("Newton-Schulz", "BF16, emulated: FP32 products of BF16 values, rounded", "as without units"),
         ("AdamW", "3 parameters", "use_muon=False: 0.bias, 2.weight, 2.bias"),
     ]
@@ -356,6 +362,51 @@ def test_states_pass_between_torch_and_here(to_torch: bool, native: None) -> Non
     after.load_state_dict(through_a_file(before.state_dict()))
     run(after, range(3, 6))
     assert same_bits([p.detach() for p in begun], [p.detach() for p in whole])
+
+
+def test_a_state_of_the_author_s_reference_loads(native: None) -> None:
+    """Its groups have fewer settings, and its counts of steps are numbers."""
+    shapes: list[list[tuple[int, ...]]] = [[(5,)], [(4, 6)]]
+    old, young = ([new(*some) for some in shapes] for _ in range(2))
+
+    def build(parameters: list[list[nn.Parameter]]) -> mezzo.Muon:
+        adamw: dict[str, Any] = {
+            "params": parameters[0],
+            "use_muon": False,
+            "lr": 0.01,
+            "betas": (0.8, 0.95),
+            "eps": 1e-10,
+        }
+        return mezzo.Muon([adamw, {"params": parameters[1]}], momentum=0.8, weight_decay=0.0)
+
+    before, after = build(old), build(young)
+    run(before, range(3))
+    state = before.state_dict()
+    kept = (
+        {"params", "lr", "betas", "eps", "weight_decay", "use_muon"},
+        {"params", "lr", "momentum", "weight_decay", "use_muon"},
+    )
+    groups = [
+        {k: v for k, v in group.items() if k in names} for group, names in zip(state["param_groups"], kept, strict=True)
+    ]
+    states = {0: {**state["state"][0], "step": 3}, 1: {"momentum_buffer": state["state"][1]["momentum_buffer"]}}
+    for p, q in zip([*old[0], *old[1]], [*young[0], *young[1]], strict=True):
+        q.data.copy_(p)
+    after.load_state_dict(through_a_file({"state": states, "param_groups": groups}))
+    run(before, range(3, 6))
+    run(after, range(3, 6))
+    assert same_bits([old[0][0].detach(), old[1][0].detach()], [young[0][0].detach(), young[1][0].detach()])
+
+
+def test_a_state_of_groups_in_another_order_is_refused() -> None:
+    vector, matrix = ({"params": new((3,)), "use_muon": False, "lr": 0.1}, {"params": new((2, 2))})
+    saved = mezzo.Muon([dict(vector), dict(matrix)]).state_dict()
+    with pytest.raises(SessionError) as caught:
+        mezzo.Muon([dict(matrix), dict(vector)]).load_state_dict(saved)
+    assert str(caught.value) == (
+        "group 0 of the state has use_muon=False, and this optimizer's has use_muon=True\n"
+        "  hint: build the groups in the order of the run that saved the state"
+    )
 
 
 def session_of(policy: str, *, hooked: bool = False, **settings: Any) -> tuple[mezzo.Session, nn.Module]:
@@ -453,6 +504,18 @@ def test_a_session_makes_torch_s_updates_of_fp32_masters(policy: str, hooked: bo
         master = session.masters.values(p)
         assert torch.equal(p if master is None else master, expected)
         assert (master is None) == ("master" not in policy)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_an_update_reads_nothing_back(moments: str) -> None:
+    session, model = session_of("fp16-master:init_scale=64", moments=moments)
+    train(session, model, range(2))
+    with session.autocast():
+        loss = model(batches(1)[0][0]).square().mean()
+    session.backward(loss)
+    with distributed_runs.Watch() as watch:
+        session.update()
+    assert watch.host_reads == 0
 
 
 @pytest.mark.parametrize("policy", ["fp16", "fp16-master"])

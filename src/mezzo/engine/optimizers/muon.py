@@ -207,6 +207,11 @@ class Muon(OnePass):
         chosen |= {p for m in model.modules() if isinstance(m, _NO_MATRICES) for p in m.parameters(recurse=False)}
         named = list(model.named_parameters())
         hidden = [(n, p) for n, p in named if p not in chosen and _is_matrix(p)]
+        if not hidden:
+            raise SessionError(
+                f"{type(model).__name__} has no matrix that adamw_names={list(adamw_names)!r} leaves to Muon",
+                hint="take names out of adamw_names, or train with mezzo.AdamW",
+            )
         kept = {id(p) for _, p in hidden}
         return {"params": hidden}, {
             **adamw,
@@ -239,6 +244,23 @@ class Muon(OnePass):
                     hint="give it to AdamW, in a group with use_muon=False; mezzo.Muon.groups(model, ...) makes both groups",
                 )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved by this class, by torch's Muon, or by the author's reference, whose groups are marked in the same way.
+
+        Raises:
+            SessionError: a group was trained by the other of Muon and AdamW.
+        """
+        saved, groups = state_dict["param_groups"], []
+        for number, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=False)):
+            by_muon = theirs.get("use_muon", own["use_muon"])
+            if by_muon != own["use_muon"]:
+                raise SessionError(
+                    f"group {number} of the state has use_muon={by_muon}, and this optimizer's has use_muon={own['use_muon']}",
+                    hint="build the groups in the order of the run that saved the state",
+                )
+            groups.append({**({} if by_muon else _ADAMW_DEFAULTS), **theirs, "use_muon": by_muon})
+        super().load_state_dict({**state_dict, "param_groups": [*groups, *saved[len(groups) :]]})
+
     def explain(self) -> list[Choice]:
         """Return which parameters Muon and AdamW train, and how Newton-Schulz multiplies here."""
         choices = []
@@ -249,7 +271,9 @@ class Muon(OnePass):
                 continue
             names = [name for group in groups for name in group.get("param_names", ())]
             reason = f"use_muon={chosen}" + (f": {_listed(names)}" if names else "")
-            choices.append(Choice(what=what, value=f"{len(parameters)} parameters", reason=reason))
+            choices.append(
+                Choice(what=what, value=f"{len(parameters)} parameter{'s' * (len(parameters) != 1)}", reason=reason)
+            )
             if chosen:
                 native, why = _units(parameters[0].device.type)
                 how = "native" if native else "emulated: FP32 products of BF16 values, rounded"
