@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import distributed_runs
 import mezzo
 from helpers_engine import batches, mlp, randn, same_bits, spoil, through_a_file
+from mezzo.engine.kernels.storage import round_to_bf16, streams
 from mezzo.errors import PolicyError
 from processes import left_by_ranks
 
@@ -23,6 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"lr": 0.3, "weight_decay": 0.1, "maximize": True},
     {"eps": (0.5, 0.2), "d": 3.0, "beta2_decay": -0.3},
     {"eps": (0.0, 0.0), "lr": 1.0},
+    {"eps": (None, 5.0), "lr": 0.1},
 ]
 
 
@@ -191,6 +193,19 @@ def test_persistent_bytes_a_parameter(policy: str, moments: Any, rounding: Any) 
     optimizer.step()
     kept += [tensor for name, tensor in optimizer.state[weight].items() if name != "step"]
     assert sum(tensor.nbytes for tensor in kept) / weight.numel() == BYTES[policy, moments, rounding]
+
+
+def test_rows_and_columns_are_rounded_by_bits_of_their_own() -> None:
+    """By the same bits, the errors of a row and a column would add up in their product."""
+    first, second = new((6, 9), (6, 9))
+    optimizer = mezzo.Adafactor([first, second], beta2_decay=0.0, moments="bf16")
+    run(optimizer, range(1))
+    assert second.grad is not None
+    _, for_rows, for_columns = streams(54, 1, torch.tensor(1.0))
+    square = second.grad.double().square()
+    for name, exact, bits in (("row_var", square.mean(1), for_rows), ("col_var", square.mean(0), for_columns)):
+        expected = round_to_bf16(exact.float(), bits[: len(exact)])
+        assert torch.equal(optimizer.state[second][name].flatten(), expected)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])

@@ -90,11 +90,10 @@ def error(found: Tensor, matrix: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if 1 not in shape])
-def test_it_is_nearer_to_float64_than_the_author_s_reference(shape: tuple[int, int], native: bool) -> None:
+def test_it_is_nearer_to_float64_than_the_author_s_reference(shape: tuple[int, int]) -> None:
     matrix = randn(*shape).to(BF16)
-    ours, theirs = orthogonalized(matrix, **ITERATION, native=native), author.straightened(matrix)
+    ours, theirs = orthogonalized(matrix, **ITERATION, native=False), author.straightened(matrix)
     assert error(ours, matrix) < 0.7 * error(theirs, matrix)  # which rounds each term of a sum
     assert error(ours, matrix) < 0.025
 
