@@ -39,7 +39,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mezzo.SGD": lambda p: mezzo.SGD(p, lr=0.1, momentum=0.9),
     "mezzo.AdamW": lambda p: mezzo.AdamW(p, lr=1e-2),
     "mezzo.AdamW 8bit": lambda p: mezzo.AdamW(p, lr=1e-2, moments="8bit"),
+    "mezzo.Muon": lambda p: _muon(list(p)),
+    "mezzo.Muon 8bit": lambda p: _muon(list(p), moments="8bit"),
+    "mezzo.Adafactor": lambda p: mezzo.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "mezzo.Adafactor 8bit": lambda p: mezzo.Adafactor(p, lr=1e-2, moments="8bit"),
 }
+OF_MATRICES = [name for name in OPTIMIZERS if "Muon" in name or "Adafactor" in name]
+
+
+def _muon(parameters: list[nn.Parameter], **settings: Any) -> mezzo.Muon:
+    matrices, rest = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return mezzo.Muon([{"params": matrices}, {"params": rest, "use_muon": False, "lr": 1e-2}], lr=0.02, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +392,51 @@ def saved_and_loaded(kind: Kind, optimizer: str, folder: Path, rank: int) -> Any
     return [[whole(p) for p in m.parameters()] for m in (model, other)], counts, list(session.state_dict()["models"][0])
 
 
+def matrices(kind: Kind, optimizer: str) -> Any:
+    """Updates of whole matrices, the last of one row, of which a process has no part; the second update overflows.
+
+    All processes take the same batches, so that averages of gradients are exact.
+    """
+    model = wrapped(mlp(6, 9, 1), Run(kind=kind))
+    session = _session(model, optimizer, policy="fp16:init_scale=512")
+    for number, (x, _) in enumerate(batches(4)):
+        with session.autocast():
+            loss = model(x).square().mean()
+        session.step(spoil(loss) if number == 1 else loss)
+    states = session.optimizers[0].state_dict()["state"]
+    kept = {
+        name: [whole(s[name]) for s in states.values() if name in s]
+        for name in ("momentum_buffer", "row_var", "col_var")
+    }
+    return (
+        [whole(p) for p in model.parameters()],
+        kept["momentum_buffer"],
+        kept["row_var"] + kept["col_var"],
+        session.skipped,
+    )
+
+
+def snapshot(kind: Kind, optimizer: str, folder: Path, rank: int) -> Any:
+    """Train 2 updates, take a snapshot, train 2 more; another session that loads it comes to the same."""
+    where = folder / f"snapshot {kind} {optimizer}"
+    model, other = (wrapped(mlp(6, 9, 1, seed=seed), Run(kind=kind)) for seed in range(2))
+    session, restored = (_session(one, optimizer, policy="fp16:init_scale=512") for one in (model, other))
+    data = [x for x, _ in batches(4)]
+
+    def train_on(trained: Session, net: nn.Module, inputs: list[Tensor]) -> None:
+        for x in inputs:
+            with trained.autocast():
+                loss = net(x).square().mean()
+            trained.step(loss)
+
+    train_on(session, model, data[:2])
+    session.save(where).wait()
+    restored.load(where)
+    train_on(session, model, data[2:])
+    train_on(restored, other, data[2:])
+    return [[whole(p) for p in one.parameters()] for one in (model, other)]
+
+
 def refused(build: Callable[[], Any]) -> str:
     """Return the message and hint of a session that cannot be built."""
     with pytest.raises(SessionError) as caught:
@@ -453,6 +508,7 @@ def scenes(rank: int, folder: Path) -> dict[str, Callable[[], Any]]:
         tried[f"large squares {kind}"] = functools.partial(one_large_gradient, kind, rank, 1e25)
         tried[f"one overflow {kind}"] = functools.partial(one_large_gradient, kind, rank, math.inf)
     mine = slice(4 * rank, 4 * rank + 4)
+    tried["matrices hsdp mezzo.Muon"] = functools.partial(matrices, "hsdp", "mezzo.Muon")
     tried["both kinds"] = functools.partial(both_kinds, ("ddp", "fsdp"), mine)
     for kind in ("ddp", "fsdp"):
         tried[f"several losses {kind}"] = functools.partial(several_losses, kind, [rank])
@@ -461,7 +517,10 @@ def scenes(rank: int, folder: Path) -> dict[str, Callable[[], Any]]:
         tried[f"loss {kind}"] = functools.partial(loss_not_finite, kind, rank)
         for name in ("SGD", "mezzo.SGD"):
             tried[f"floor {kind} {name}"] = functools.partial(floor, kind, rank, name)
-        for name in ("AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit"):
+        for name in OF_MATRICES:
+            tried[f"matrices {kind} {name}"] = functools.partial(matrices, kind, name)
+            tried[f"snapshot {kind} {name}"] = functools.partial(snapshot, kind, name, folder, rank)
+        for name in ("AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit", *OF_MATRICES):
             tried[f"state {kind} {name}"] = functools.partial(saved_and_loaded, kind, name, folder, rank)
     return tried
 

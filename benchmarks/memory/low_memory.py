@@ -7,8 +7,11 @@ are a GPU's.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +40,8 @@ def main() -> None:
     rows, data = [], {}
     exact: list[float] = []
     for policy, moments, rounding, target in CASES:
-        ends = [train(policy, moments, rounding, seed) for seed in range(SEEDS)]
+        build = functools.partial(adamw, moments=moments, rounding=rounding)
+        ends = [train(build, policy, seed) for seed in range(SEEDS)]
         losses = [loss for loss, _ in ends]
         exact = exact or losses
         shares = [a / b for a, b in zip(losses, exact, strict=True)]
@@ -54,17 +58,23 @@ def main() -> None:
     report("low_memory", rows, {"cases": data, "median_ms": median_ms(times)})
 
 
-def train(policy: str, moments: str, rounding: str, seed: int) -> tuple[float, float]:
+def adamw(model: nn.Module, **storage: Any) -> mezzo.AdamW:
+    return mezzo.AdamW(model.parameters(), lr=LR, **storage)
+
+
+def train(build: Callable[[nn.Module], torch.optim.Optimizer], policy: str, seed: int) -> tuple[float, float]:
     """Return the mean loss of the last 20 updates, and the bytes per parameter of weights, gradients and state."""
     torch.manual_seed(seed)
     inputs = torch.randn(512, 16)
     targets = torch.sin(inputs @ torch.randn(16, 4))
     model = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 4))
-    optimizer = mezzo.AdamW(model.parameters(), lr=LR, moments=moments, rounding=rounding)  # type: ignore[arg-type]
+    optimizer = build(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
     session = mezzo.Session(model, optimizer, policy=f"{policy}:arithmetic=emulated")
     last, held = [], 0
     for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * (1 - step / STEPS)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - step / STEPS)
         with session.autocast():
             loss = nn.functional.mse_loss(model(inputs).float(), targets)
         session.backward(loss)

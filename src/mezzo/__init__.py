@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from mezzo.callables import fallback as fallback
     from mezzo.callables import ranges as ranges
     from mezzo.engine.fast_path import fast_path as fast_path
+    from mezzo.engine.optimizers.adafactor import Adafactor as Adafactor
     from mezzo.engine.optimizers.adamw import AdamW as AdamW
+    from mezzo.engine.optimizers.muon import Muon as Muon
     from mezzo.engine.optimizers.sgd import SGD as SGD
     from mezzo.engine.scaling import DynamicScale as DynamicScale
     from mezzo.engine.scaling import NoScale as NoScale

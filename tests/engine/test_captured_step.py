@@ -308,7 +308,12 @@ def test_capture_on_a_cpu_says_what_to_do() -> None:
 REFUSED: dict[str, tuple[Callable[[], mezzo.Session], str]] = {
     "torch's optimizer": (
         lambda: mezzo.Session(m := Model(), torch.optim.SGD(m.parameters(), lr=0.1), policy="fp32"),
-        "capture() with not all optimizers are mezzo.AdamW or mezzo.SGD",
+        "capture() with not all optimizers are Mezzo's own",
+    ),
+    "no kernel": (
+        lambda: mezzo.Session(m := Model(), mezzo.Adafactor(m.parameters()), policy="fp32"),
+        "capture() with plain torch operations: Adafactor has no kernel for cpu; allowed: one process, one loss scale, one-pass "
+        "updates by Triton kernels, a closed window\n  hint: use mezzo.AdamW or mezzo.SGD, or train with step(loss)",
     ),
     "clip_value": (lambda: built("fp32", "SGD", clip_value=1.0), "capture() with clip_value changes single elements"),
     "several scales": (lambda: built("fp16:arithmetic=emulated", "SGD", num_losses=2), "capture() with num_losses=2"),

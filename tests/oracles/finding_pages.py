@@ -232,6 +232,8 @@ HOW = {
         "size of the model's input does not count, nor do gradients that the script changes before the update."
     )
     + _FIRST,
+    "A635": "After an optimizer's first update, Mezzo reads the settings of `torch.optim.Adafactor`: here `eps` begins with `None`, and "
+    "weights of its group are in 16 bits. How large gradients are is not read. Adafactor of other libraries has an `eps` of its own.",
 }
 
 

@@ -95,11 +95,13 @@ MAY_IMPORT = {
 PINNED_EXPORTS = [
     "audit",
     "checkpoint",
+    "Adafactor",
     "AdamW",
     "Choice",
     "ContractError",
     "DynamicScale",
     "MezzoError",
+    "Muon",
     "NoScale",
     "NonFiniteLossError",
     "Policy",
@@ -343,8 +345,8 @@ PINNED_ATTRIBUTES = {
     "fp32_modules fp8_formats fp8_recipe gather gradient_rounding gradients growth_factor growth_interval hadamard hysteresis in_blocks "
     "in_layers init_scale load loss_scale lower lowers master_weights max_scale min_scale name norms of op_lists parse reduce reduce_order "
     "replace required_formats scale_rule storage to_toml weight_blocks widest world",
-    "AdamW": "begin_masters has_master keep_masters master master_weights parameters replaced set_master update",
-    "SGD": "begin_masters has_master keep_masters master master_weights parameters replaced set_master update",
+    "AdamW": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master update whole_shape",
+    "SGD": "begin_masters explain has_master keep_masters master master_weights parameters replaced set_master update whole_shape",
 }
 """The public attributes of the objects that a script builds, without those that torch's optimizers have."""
 

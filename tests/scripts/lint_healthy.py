@@ -1209,6 +1209,13 @@ def moments_of_adamax_and_adagrad_in_fp32():
             opt.step()
 
 
+def eps_that_no_format_decides():
+    for opt in train_in(torch.float32, torch.optim.Adafactor):
+        opt.step()
+    for opt in train_in(torch.bfloat16, torch.optim.Adafactor, lr=0.1, eps=(1e-7, 1e-3)):
+        opt.step()
+
+
 def momentum_in_bf16():
     for opt in train_in(torch.bfloat16, torch.optim.SGD, lr=0.5, momentum=0.9):
         opt.step()

@@ -920,6 +920,11 @@ def moments_of_adagrad():
         opt.step()  # A622
 
 
+def eps_of_bf16_weights():
+    for opt in train_in(torch.bfloat16, torch.optim.Adafactor, lr=0.1):
+        opt.step()  # A635
+
+
 class AdamByHand(torch.optim.Optimizer):
     def __init__(self, params, betas=(0.9, 0.999)):
         super().__init__(params, {"betas": betas})

@@ -265,7 +265,7 @@ def choose_update(
     if clip_value is not None:
         reason = "clip_value changes single elements"
     elif not all(isinstance(o, OnePass) for o in optimizers):
-        reason = "not all optimizers are mezzo.AdamW or mezzo.SGD"
+        reason = "not all optimizers are Mezzo's own"
     elif not all(step_is_own(o) for o in optimizers):
         reason = "an optimizer's step was overridden or replaced"
     elif policy.casting == "model" and have_hooks(optimizers):

@@ -291,8 +291,10 @@ def _kernels_of(session: SessionParts, update_choice: Choice) -> ModuleType:
         )
     elif have_hooks(session.optimizers):
         cause = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
-    elif not hasattr(kernels, "recording") or without_kernel(session.optimizers, session.device.type):
+    elif not hasattr(kernels, "recording"):
         cause = update_choice.reason, "install a Triton that works here: its kernels take settings from the device"
+    elif without_kernel(session.optimizers, session.device.type):
+        cause = update_choice.reason, "use mezzo.AdamW or mezzo.SGD, or train with step(loss)"
     if cause is not None:
         what, hint = cause
         raise SessionError(

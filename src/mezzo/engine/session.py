@@ -158,6 +158,9 @@ class Session(Resumable):
     def explain(self) -> Choices:
         """Return what the policy does here, each choice with its reason; the result prints as a table."""
         choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._update_choice]
+        choices += [
+            choice for optimizer in self.optimizers if isinstance(optimizer, OnePass) for choice in optimizer.explain()
+        ]
         return Choices([*choices, *self.processes.explain(), *self.train_batch.explain()])
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -38,7 +38,7 @@ _AROUND_MODES = (str(Path(_TORCH, "_dynamo", "eval_frame.py")), str(Path(_TORCH,
 """Files of torch that call the modes which torch.compile may ignore."""
 _ENGINE = (
     *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/native_units", "kernels"),
-    *("optimizers/one_pass", "optimizers/adamw", "optimizers/sgd"),
+    *("optimizers/one_pass", "optimizers/adafactor", "optimizers/adamw", "optimizers/muon", "optimizers/sgd"),
 )
 _APEX = ("optimizers", "amp/optimizers", "amp/casts")
 _POLICY = (

@@ -50,6 +50,12 @@ def test_the_hash_is_that_of_its_definition(number: int) -> None:
     assert mix(torch.tensor([number])).item() == lowbias32(number)
 
 
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 256, 300])
+def test_a_moment_says_how_many_values_it_has(count: int) -> None:
+    for kind in ("fp32", "bf16", "8bit"):
+        assert storage.values_in(zero_moment(kind, torch.empty(count))) == count
+
+
 def test_streams_follow_the_formula_of_the_file_s_head() -> None:
     weight, first, second = streams(5, 7, torch.tensor(3.0))
     for i in range(5):

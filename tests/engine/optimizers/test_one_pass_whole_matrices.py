@@ -14,7 +14,6 @@ import mezzo
 from helpers_engine import batches, same_bits
 from mezzo.engine.kernels.reference import Rule, Values
 from mezzo.engine.optimizers.one_pass import OnePass
-from mezzo.errors import SessionError
 
 LR, MOMENTUM, CLIP = 0.05, 0.9, 0.5
 
@@ -104,14 +103,3 @@ def test_a_session_trains_with_it(policy: str, hooked: bool) -> None:
     plain = "plain torch operations: Straight has no kernel for cpu"
     hooks = "an optimizer has step hooks, which see true gradients, in FP32"
     assert said == [hooks if hooked and policy != "fp32" else plain]
-
-
-def test_a_shard_is_no_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = network()
-    optimizer = Straight(model.parameters())
-    model(torch.ones(2, 6)).sum().backward()
-    monkeypatch.setattr("mezzo.engine.optimizers.one_pass.is_shared", lambda parameter: True)
-    with pytest.raises(
-        SessionError, match=r"Straight updates whole matrices, and a parameter of shape \(5, 6\) is sharded"
-    ):
-        optimizer.step()

@@ -81,7 +81,7 @@ NONE: tuple[str, ...] = ()
 DIFFERENT = {
     Expected(
         1, 1, 1
-    ): "moments_in_bf16 moments_in_bf16_fused moments_of_adadelta moments_of_adamax moments_of_adagrad moments_by_hand "
+    ): "eps_of_bf16_weights moments_in_bf16 moments_in_bf16_fused moments_of_adadelta moments_of_adamax moments_of_adagrad moments_by_hand "
     "state_in_bf16 steps_counted_in_bf16 state_promoted bf16_state_loaded_into_fp32 fp32_state_loaded_into_bf16 upcast_state_loaded",
     Expected(1, 1, 1, ("0", "3")): "masters_rebuilt_from_bf16",
     Expected(2, 1, 1): "state_through_bf16 masters_through_fp16",

@@ -7,6 +7,7 @@ above 0, nothing changes, not even the step counts; no line waits for the device
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.storage import (
+    SECOND_STREAM,
     UNSIGNED,
     flat,
     flat_fp32,
@@ -23,8 +25,21 @@ from mezzo.engine.kernels.storage import (
     rounded,
     split,
     streams,
+    values_in,
 )
 from mezzo.formats import BF16, FP32
+
+
+class Spread(NamedTuple):
+    """How processes share one parameter, for a formula that needs all of it: both do nothing where each has the whole."""
+
+    whole: Callable[[Tensor], Tensor]
+    """Gathers a tensor from the parts that all processes have of it; each must call it."""
+    part: Callable[[Tensor], Tensor]
+    """Cuts this process's part out of a whole tensor."""
+
+
+NOT_SPREAD = Spread(lambda part: part, lambda whole: whole)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +63,8 @@ class Batch:
     """Whether BF16 weights without a master are rounded stochastically."""
     remembered: dict[Any, Any] = field(default_factory=dict)
     """Data that a device's kernels keep from one update of the group to the next."""
+    spread: list[Spread] = field(default_factory=list)
+    """How processes share each parameter, if the rule needs whole matrices."""
 
     @property
     def random(self) -> bool:
@@ -94,6 +111,8 @@ class Values(NamedTuple):
     moments: dict[str, Tensor]
     step: Tensor
     """The number of this update, from 1: no dimensions."""
+    spread: Spread = NOT_SPREAD
+    """The tensors above are this process's parts, but for moments of the rule's own shapes, which are whole in each."""
 
 
 Formula: TypeAlias = Callable[[Values, Any], "tuple[Tensor, dict[str, Tensor]]"]
@@ -108,7 +127,9 @@ class Rule:
     kernel: str = ""
     """The name of the function of ``cpu``, ``fused`` and ``gpu``; empty if there is none."""
     whole_matrices: bool = False
-    """Whether the formula needs the weight in its shape, not as a row of numbers."""
+    """Whether the formula needs the weight in its shape, not as a row of numbers, and gathers by ``spread`` what is spread."""
+    moment_shape: Callable[[str, torch.Size], torch.Size] | None = None
+    """The shape of a moment, by its name and the whole weight's shape; such moments are given as rows. None for the weight's own."""
 
 
 def apply(rule: Rule, batch: Batch, settings: Any, factor: Tensor, found_inf: Tensor) -> None:
@@ -122,19 +143,28 @@ def apply(rule: Rule, batch: Batch, settings: Any, factor: Tensor, found_inf: Te
             step=batch.steps[i] + 1,
         )
         if rule.whole_matrices:
-            updated, moments = rule.formula(_in_shape_of(weight, values), settings)
+            own_shapes = rule.moment_shape is not None
+            shaped = _in_shape_of(weight, values, moments_too=not own_shapes)._replace(spread=batch.spread[i])
+            with _own_formats(weight.device.type):
+                updated, moments = rule.formula(shaped, settings)
             updated = flat(laid_out_as(weight, updated))
-            moments = {name: flat(laid_out_as(weight, moment)) for name, moment in moments.items()}
+            moments = {n: m.reshape(-1) if own_shapes else flat(laid_out_as(weight, m)) for n, m in moments.items()}
         else:
             updated, moments = rule.formula(values, settings)
         _write_back(batch, i, updated, values.step, moments, found_inf)
 
 
-def _in_shape_of(weight: Tensor, values: Values) -> Values:
+def _own_formats(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which would cast a formula's products and norms if a step runs inside a region."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+
+
+def _in_shape_of(weight: Tensor, values: Values, *, moments_too: bool) -> Values:
     def shaped(row: Tensor) -> Tensor:
         return row.as_strided(weight.shape, weight.stride())
 
-    moments = {name: shaped(moment) for name, moment in values.moments.items()}
+    moments = {name: shaped(moment) if moments_too else moment for name, moment in values.moments.items()}
     return Values(shaped(values.weight), shaped(values.gradient), moments, values.step)
 
 
@@ -149,17 +179,19 @@ def _fp32_master(weight: Tensor, master: Tensor) -> Tensor:
 
 
 def _moment(batch: Batch, name: str, i: int) -> Tensor:
-    return flat_fp32(batch.moments[name][i], batch.weights[i].numel(), signed=name not in UNSIGNED)
+    kept = batch.moments[name][i]
+    return flat_fp32(kept, values_in(kept), signed=name not in UNSIGNED)
 
 
 def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
     skips = found_inf > 0
 
     def put(into: Tensor, value: Tensor) -> None:
-        into.copy_(torch.where(skips, into, value.to(into.dtype)))
+        torch.where(skips, into, value.to(into.dtype), out=into)
 
     weight, master = batch.weights[i], batch.masters[i]
-    noise = streams(weight.numel(), batch.numbers[i], step) if batch.random else (step, step, step)
+    count = max(weight.numel(), *(value.numel() for value in new.values()), 0)
+    noise = streams(count, batch.numbers[i], step) if batch.random else (step, step, step)
     if master.dtype is torch.int16:
         high, low = split(updated)
         put(flat(weight), high)
@@ -169,8 +201,9 @@ def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[s
         put(flat(weight), updated)
     else:
         random = batch.stochastic and weight.dtype is BF16.dtype
-        put(flat(weight), round_to_bf16(updated, noise[0]) if random else updated)
+        put(flat(weight), round_to_bf16(updated, noise[0][: weight.numel()]) if random else updated)
     put(batch.steps[i], step)
     for name, value in new.items():
-        kept, signed = batch.moments[name][i], name not in UNSIGNED
-        put(flat(kept), rounded(value, kept.dtype, noise[1 if signed else 2], signed=signed))
+        kept, bits = batch.moments[name][i], noise[2 if name in SECOND_STREAM else 1]
+        own = bits[: value.numel()] if batch.random else bits
+        put(flat(kept), rounded(value, kept.dtype, own, signed=name not in UNSIGNED))

@@ -23,7 +23,9 @@ from mezzo.formats import BF16, FP32
 
 MOMENT_DTYPES = {"fp32": FP32.dtype, "bf16": BF16.dtype, "8bit": torch.uint8}
 """Users' names of the formats, and the dtype that stores each."""
-UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
+SECOND_STREAM = ("exp_avg_sq", "max_exp_avg_sq", "col_var", "variance")
+"""The moments that are rounded by the second moment's bits; all others by the first's."""
+UNSIGNED = (*SECOND_STREAM, "row_var")
 """The moments that are never below 0."""
 _HALF = 0x8000
 
@@ -87,6 +89,12 @@ SIGNED_FLOOR, UNSIGNED_FLOOR = 40, 64
 def packed_bytes(numel: int) -> int:
     """Return the length of a packed moment of ``numel`` elements."""
     return numel + -(-numel // BLOCK)
+
+
+def values_in(kept: Tensor) -> int:
+    """Return the number of elements of a moment, which may be packed."""
+    count = kept.numel()
+    return count - -(-count // (BLOCK + 1)) if kept.dtype is torch.uint8 else count
 
 
 def pack(values: Tensor, noise: Tensor, *, signed: bool) -> Tensor:

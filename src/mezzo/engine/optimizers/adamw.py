@@ -15,7 +15,7 @@ Limits: dense gradients, dense and non-overlapping weights, no closure.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from mezzo.engine.optimizers.one_pass import OnePass, check_range, rate
 
 def _adamw(values: Values, settings: AdamWSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what ``torch.optim.AdamW`` would make of a weight and its moments."""
-    s, (weight, gradient, moments, step) = settings, values
+    s, (weight, gradient, moments, step, _) = settings, values
     mean = _mean(moments["exp_avg"], gradient, s.beta1)
     square = moments["exp_avg_sq"] * s.beta2 + (1 - s.beta2) * gradient * gradient
     new = {"exp_avg": mean, "exp_avg_sq": square}
@@ -50,6 +50,21 @@ def _root(square: Tensor) -> Tensor:
     return square.double().sqrt().float()  # correctly rounded, which torch's FP32 root on CPUs is not
 
 
+ADAMW = Rule(formula=_adamw, kernel="adamw")
+
+
+def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the moments of a group that AdamW trains."""
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
+def settings_of(group: dict[str, Any], now: Callable[[], AdamWSettings]) -> AdamWSettings:
+    """Return the settings of a group that AdamW trains; ``now`` returns them later."""
+    beta1, beta2 = group["betas"]
+    settings = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
+    return AdamWSettings(lr=rate(group), beta1=beta1, beta2=beta2, now=now, **settings)
+
+
 class AdamW(OnePass):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in one pass.
 
@@ -70,7 +85,7 @@ class AdamW(OnePass):
         PolicyError: a setting is outside its range.
     """
 
-    _rule = Rule(formula=_adamw, kernel="adamw")
+    _rule = ADAMW
 
     def __init__(
         self,
@@ -97,10 +112,7 @@ class AdamW(OnePass):
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **of_torch, **storage})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        return moments_of(group)
 
     def _settings(self, group: dict[str, Any]) -> AdamWSettings:
-        beta1, beta2 = group["betas"]
-        settings = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
-        now = functools.partial(self._settings, group)
-        return AdamWSettings(lr=rate(group), beta1=beta1, beta2=beta2, now=now, **settings)
+        return settings_of(group, functools.partial(self._settings, group))

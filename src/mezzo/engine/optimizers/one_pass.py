@@ -24,7 +24,7 @@ from torch.optim import optimizer as torchs
 from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels import cpu, fused, reference
-from mezzo.engine.kernels.reference import AdamWSettings, Batch, Rule, SGDSettings
+from mezzo.engine.kernels.reference import NOT_SPREAD, Batch, Rule, Spread
 from mezzo.engine.kernels.storage import (
     MOMENT_DTYPES,
     UNSIGNED,
@@ -37,8 +37,9 @@ from mezzo.engine.kernels.storage import (
     stored_as,
     zero_moment,
 )
-from mezzo.engine.processes.shards import is_shared, local, shared_as
+from mezzo.engine.processes.shards import is_shared, local, part_of, shared_as, whole_of
 from mezzo.errors import PolicyError, SessionError
+from mezzo.explain import Choice
 from mezzo.formats import BF16, FP16, FP32
 
 _MASTERS = {FP16.dtype: FP32.dtype, BF16.dtype: torch.int16}
@@ -120,8 +121,7 @@ class OnePass(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in self._sources and parameter.dtype is not FP32.dtype:
-                    kind = (self._moments(group), group["moments"], group["rounding"])
-                    self._state_of(parameter, local(parameter), kind, group)
+                    self._state_of(parameter, local(parameter), self._kind(group), group)
         self._sources.clear()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -154,18 +154,21 @@ class OnePass(torch.optim.Optimizer):
         """
         self._opt_called = True  # learning rate schedulers check this to see that the optimizer stepped first
         for group in self.param_groups:
+            rule = self._rule_of(group)
             for device in {p.device: None for p in group["params"]}:
                 batch = self._batch(group, device)
                 if batch.weights:
-                    run = _compiled(self._rule, device.type) or functools.partial(reference.apply, self._rule)
+                    run = _compiled(rule, device.type) or functools.partial(reference.apply, rule)
                     run(batch, self._settings(group), factor.to(device), found_inf.to(device))
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
         pairs = [(p, p.grad) for p in group["params"]]
         here = [(p, local(p), g) for p, g in pairs if g is not None and p.device == device]
-        entries = [(p, w, g) for p, w, g in here if w.numel()]
+        whole = self._rule_of(group).whole_matrices
+        # A process without a part of a matrix gathers it too: the others wait for all.
+        entries = [(p, w, g) for p, w, g in here if w.numel() or (whole and p.numel())]
         parameters, weights = [p for p, _, _ in entries], [w for _, w, _ in entries]
-        kind = (self._moments(group), group["moments"], group["rounding"])
+        kind = self._kind(group)
         states = [self._state_of(p, w, kind, group) for p, w, _ in entries]
         stochastic = group["rounding"] == "stochastic"
         return Batch(
@@ -177,7 +180,12 @@ class OnePass(torch.optim.Optimizer):
             numbers=self._numbers_of(parameters) if stochastic or group["moments"] != "fp32" else [],
             stochastic=stochastic,
             remembered=self._remembered.setdefault((id(group), device), {}),
+            spread=[_spread_of(p) for p in parameters] if whole else [],
         )
+
+    def _kind(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what decides how a group's state is stored: the moments' names and format, and the rounding of weights."""
+        return self._moments(group), group["moments"], group["rounding"]
 
     def _numbers_of(self, parameters: list[nn.Parameter]) -> list[int]:
         if not all(p in self._numbers for p in parameters):
@@ -198,17 +206,12 @@ class OnePass(torch.optim.Optimizer):
         """Create a parameter's state, or convert it to the parameter's current format and strides."""
         self.replaced += 1
         moments, kind, weight = self._moments(group), group["moments"], local(parameter)
-        if self._rule.whole_matrices and is_shared(parameter):
-            raise SessionError(
-                f"{type(self).__name__} updates whole matrices, and a parameter of shape {tuple(parameter.shape)} is sharded",
-                hint="train it with DistributedDataParallel, or with mezzo.AdamW or mezzo.SGD",
-            )
         refuse_gaps(weight)
         missing = [name for name in moments if name not in state]
         if "step" not in state or "momentum_buffer" in missing:  # SGD recognises a first buffer by its step
             state["step"] = torch.zeros((), device=parameter.device)
         for name in missing:
-            state[name] = zero_moment(kind, weight)
+            state[name] = zero_moment(kind, self._like(parameter, name))
         master_format = self._master_format(parameter, group)
         if "master" in state and state["master"].dtype is not master_format:  # of a format that the weight had before
             del state["master"]
@@ -216,18 +219,33 @@ class OnePass(torch.optim.Optimizer):
             source = self._sources.get(parameter)
             self._set_master(parameter, weight.detach().float() if source is None else source)
         for name in moments:
-            state[name] = self._fitted(parameter, state[name], kind, signed=name not in UNSIGNED)
+            state[name] = self._fitted(parameter, name, state[name], kind)
         if "master" in state:
             state["master"] = laid_out_as(weight, state["master"])
 
-    def _fitted(self, parameter: nn.Parameter, kept: Tensor, kind: str, *, signed: bool) -> Tensor:
-        """Return a moment in the format ``kind`` with the parameter's strides: itself if it has both already."""
-        packed, weight = kept.dtype is MOMENT_DTYPES["8bit"], local(parameter)
-        strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
-        if kept.dtype is MOMENT_DTYPES[kind] and (not packed or strides == weight.stride()):
-            return kept if packed else laid_out_as(weight, kept)
-        values = as_fp32(kept, weight.shape, strides if packed else kept.stride(), signed=signed)
-        return stored_as(kind, laid_out_as(weight, values), signed=signed)
+    def _fitted(self, parameter: nn.Parameter, name: str, kept: Tensor, kind: str) -> Tensor:
+        """Return a moment in the format ``kind`` with the strides that it should have: itself if it has both already."""
+        packed, like, signed = kept.dtype is MOMENT_DTYPES["8bit"], self._like(parameter, name), name not in UNSIGNED
+        strides = self._packed_strides(parameter, like)
+        if kept.dtype is MOMENT_DTYPES[kind] and (not packed or strides == like.stride()):
+            return kept if packed else laid_out_as(like, kept)
+        values = as_fp32(kept, like.shape, strides if packed else kept.stride(), signed=signed)
+        return stored_as(kind, laid_out_as(like, values), signed=signed)
+
+    def _like(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return a tensor whose shape, strides and device a moment has: the weight's part, if the rule has no shapes of its own."""
+        weight, shape = local(parameter), self.whole_shape(parameter, name)
+        return weight if shape is None else weight.new_empty(shape)
+
+    def _packed_strides(self, parameter: nn.Parameter, like: Tensor) -> tuple[int, ...]:
+        """Return the strides of the tensor that a packed moment was made from."""
+        known = self._layouts.get(id(parameter)) if self._rule.moment_shape is None else None
+        return like.stride() if known is None else known[1]
+
+    def whole_shape(self, parameter: nn.Parameter, name: str) -> torch.Size | None:
+        """Return the shape of a value of the state that each process has whole; None if it has the parameter's shape and parts."""
+        shape = self._rule.moment_shape
+        return None if shape is None or name == "master" else shape(name, parameter.shape)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
         """Return the format of a parameter's master; None if it has none."""
@@ -282,11 +300,16 @@ class OnePass(torch.optim.Optimizer):
         for number, parameter in enumerate(self.parameters()):
             state = saved["state"].get(number)
             if state is not None:
-                saved["state"][number] = {name: self._saved(parameter, name, value) for name, value in state.items()}
+                kept = [name for name, value in state.items() if not self._is_absent(value)]
+                saved["state"][number] = {name: self._saved(parameter, name, state[name]) for name in kept}
         for hook in deferred:
             changed = hook(self, saved)
             saved = saved if changed is None else changed
         return saved
+
+    def _is_absent(self, value: Any) -> bool:
+        """Return whether a value of the state is empty because the rule has no such moment for the weight."""
+        return self._rule.moment_shape is not None and isinstance(value, Tensor) and value.numel() == 0
 
     def _saved(self, parameter: nn.Parameter, name: str, value: Any) -> Any:
         weight = local(parameter)
@@ -295,9 +318,9 @@ class OnePass(torch.optim.Optimizer):
         if name == "master" and value.dtype is torch.int16:
             value = join(weight.detach().cpu(), value.cpu())
         elif value.dtype is not FP32.dtype:
-            strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
-            value = as_fp32(value.cpu(), weight.shape, strides, signed=name not in UNSIGNED)
-        return shared_as(parameter, value.detach())
+            like = self._like(parameter, name)
+            value = as_fp32(value.cpu(), like.shape, self._packed_strides(parameter, like), signed=name not in UNSIGNED)
+        return value.detach() if self.whole_shape(parameter, name) is not None else shared_as(parameter, value.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class or by torch's optimizer of the same name.
@@ -335,19 +358,33 @@ class OnePass(torch.optim.Optimizer):
             state["step"] = step.to(parameter.device, copy=True)
             for name in [n for n, value in saved.items() if n not in ("step", "master") and value is not None]:
                 kind = group["moments"] if name in self._moments(group) and weight.numel() else "fp32"
-                state[name] = _loaded_moment(saved[name], weight, kind, signed=name not in UNSIGNED)
+                like = self._like(parameter, name)
+                state[name] = _loaded_moment(saved[name], like, kind, signed=name not in UNSIGNED)
             if self._master_format(parameter, group) is not None:
                 master = parameter.detach() if saved.get("master") is None else saved["master"]
                 where = "cpu" if parameter.dtype is BF16.dtype else parameter.device  # BF16's are split on the host
                 self._set_master(parameter, local(master).to(where, FP32.dtype, copy=True))
             if weight.numel():
-                self._state_of(parameter, weight, (self._moments(group), group["moments"], group["rounding"]), group)
+                self._state_of(parameter, weight, self._kind(group), group)
+
+    def explain(self) -> list[Choice]:
+        """Return what this optimizer decides by itself, each choice with its reason."""
+        return []
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        return self._rule
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _settings(self, group: dict[str, Any]) -> AdamWSettings | SGDSettings:
+    def _settings(self, group: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+
+def _spread_of(parameter: nn.Parameter) -> Spread:
+    if not is_shared(parameter):
+        return NOT_SPREAD
+    return Spread(functools.partial(whole_of, parameter), functools.partial(part_of, parameter))
 
 
 def begin_with_masters(optimizers: Iterable[OnePass], *, keep: bool) -> None:
@@ -404,8 +441,9 @@ def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[l
 
 def without_kernel(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> str:
     """Return the name of an optimizer that only its formula updates on a device; empty if all have kernels there."""
-    rules = {type(o).__name__: o._rule for o in optimizers if isinstance(o, OnePass)}
-    return next((name for name, rule in rules.items() if _compiled(rule, device_type) is None), "")
+    ours = [o for o in optimizers if isinstance(o, OnePass)]
+    rules = [(type(o).__name__, rule) for o in ours for rule in map(o._rule_of, o.param_groups)]
+    return next((name for name, rule in rules if _compiled(rule, device_type) is None), "")
 
 
 def _compiled(rule: Rule, device_type: str) -> Callable[..., None] | None:

@@ -53,6 +53,20 @@ def shared_as(parameter: Any, part: Tensor) -> Tensor:
     )
 
 
+def whole_of(parameter: Any, part: Tensor) -> Tensor:
+    """Return a whole tensor that is sharded like ``parameter``, from every process's part; all of them must call it."""
+    return shared_as(parameter, part).full_tensor()  # type: ignore[attr-defined, no-any-return]
+
+
+def part_of(parameter: Any, whole: Tensor) -> Tensor:
+    """Return this process's part of a tensor that all processes have whole, cut like ``parameter``; nothing is exchanged."""
+    from torch.distributed.tensor import Replicate
+
+    mesh = parameter.device_mesh
+    replica = type(parameter).from_local(whole, mesh, [Replicate()] * mesh.ndim)
+    return replica.redistribute(placements=parameter.placements).to_local()  # type: ignore[no-any-return]
+
+
 def norm_of_all(gradients: Sequence[Any], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the norm of gradients over all processes that share them, the same in each.
 

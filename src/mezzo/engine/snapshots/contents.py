@@ -300,7 +300,11 @@ def _refuse_other_moments(optimizer: OnePass, saved: Mapping[str, Any]) -> None:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, optimizer.parameters(), strict=False):
         for name, value in saved["state"].get(number, {}).items():
-            if isinstance(value, (Tensor, Shard)) and name != "step" and tuple(value.shape) != tuple(parameter.shape):
+            if not isinstance(value, (Tensor, Shard)) or name == "step":
+                continue
+            own = optimizer.whole_shape(parameter, name)
+            expected = tuple(parameter.shape if own is None else own)
+            if tuple(value.shape) != expected:
                 raise SnapshotError(
                     f"{name!r} of parameter {number} has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}",
                     hint="build the model and the optimizer as in the run that was stopped",

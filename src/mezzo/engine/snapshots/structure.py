@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.gradients import trained_by
+from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.shards import is_shared, local, shared_as
 from mezzo.engine.snapshots.kinds import (
     DICTS,
@@ -487,11 +488,21 @@ def placed_model(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's saved state, each tensor sharded like its parameter."""
+    """Return an optimizer's saved state, each tensor sharded like its parameter, but for what each process has whole."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, trained_by([optimizer]), strict=False))
+
+    def as_kept(number: Any, name: str, value: Any) -> Any:
+        parameter = by_number.get(number)
+        whole = (
+            parameter is not None
+            and isinstance(optimizer, OnePass)
+            and optimizer.whole_shape(parameter, name) is not None
+        )
+        return value if whole else placed(value, parameter)
+
     state = {
-        number: {name: placed(value, by_number.get(number)) for name, value in values.items()}
+        number: {name: as_kept(number, name, value) for name, value in values.items()}
         for number, values in saved["state"].items()
     }
     return {**saved, "state": state}

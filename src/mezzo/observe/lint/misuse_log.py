@@ -396,6 +396,13 @@ MISUSES: tuple[Misuse, ...] = (
         "gradients stay multiplied by one of the scales: updates are too large, or the other scale falls until nothing is left of it",
         "scale in one place: leave it to the library that calls backward(), or turn its scaler off",
     ),
+    Misuse(
+        "A635",
+        "the eps of Adafactor follows the format of the weights",
+        "warning",
+        "where gradients are smaller than eps, updates shrink with them: a model that was cast to 16 bits trains slower than in FP32",
+        "keep FP32 weights under autocast, use mezzo.Adafactor, whose eps is FP32's, or pass eps=(1.2e-7, 1e-3)",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

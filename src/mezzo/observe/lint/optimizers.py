@@ -71,6 +71,17 @@ class OptimizerStates:
                 detail = f"the eps of {name}, {eps:g}, is added to {found.format.name.upper()} values, and rounds to 0 in that format"
                 self._log.add("A620", detail, parameters=found.parameters)
         self._check_narrow(optimizer, reported)
+        if isinstance(optimizer, torch.optim.Adafactor):
+            self._check_default_eps(optimizer)
+
+    def _check_default_eps(self, optimizer: torch.optim.Adafactor) -> None:
+        """Check for an eps of None beside 16-bit weights: torch then takes the machine epsilon of their format."""
+        for group in optimizer.param_groups:
+            narrow = [p for p in group["params"] if p.dtype in HALF and p in optimizer.state]
+            form = format_of(narrow[0].dtype) if narrow and group["eps"][0] is None else None
+            if form is not None:
+                detail = f"eps=(None, ...) means {form.eps:.2g} for weights in {form.name.upper()}, and {FP32.eps:.2g} for FP32 ones"
+                self._log.add("A635", detail, parameters=narrow)
 
     def _check_narrow(self, optimizer: Optimizer, reported: Container[str]) -> None:
         """Check for 16-bit state beside FP32 weights, and for 16-bit counts of steps; ``reported`` are names that A622 has."""
