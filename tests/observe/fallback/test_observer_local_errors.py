@@ -29,7 +29,7 @@ def called(module: nn.Module, *inputs: Tensor) -> FirstCall:
 
 def measured_call(call: FirstCall, policy: str) -> LocalError:
     chosen = Policy.parse(policy)
-    return Bench(chosen, TorchModule(chosen, "cpu")).measure([call], {call.module: ("it", False)})[0]
+    return Bench(chosen, TorchModule(chosen, "cpu", models=[])).measure([call], {call.module: ("it", False)})[0]
 
 
 def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> LocalError:

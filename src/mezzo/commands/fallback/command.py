@@ -37,6 +37,14 @@ FallbackTolerance: TypeAlias = Annotated[
         "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
     ),
 ]
+PerGemm: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--per-gemm",
+        help="Under mxfp8, mxfp4, nvfp4 or fp8-block: find single products (forward, dgrad, wgrad) of layers that have to stay in BF16, "
+        "in place of modules.",
+    ),
+]
 FallbackFresh: TypeAlias = Annotated[
     int, typer.Option(metavar="N", min=0, max=100, help="Number of further batches to check the set on.")
 ]
@@ -47,6 +55,7 @@ def fallback(
     policy: FallbackPolicy = "fp16",
     tolerance: FallbackTolerance = None,
     fresh: FallbackFresh = 2,
+    per_gemm: PerGemm = False,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -80,6 +89,7 @@ def fallback(
                     resume=script.resume is not None,
                     tolerance=tolerance,
                     fresh=fresh,
+                    per_gemm=per_gemm,
                     note=results.note,
                 )
             finished.end()

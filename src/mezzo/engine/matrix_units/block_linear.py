@@ -19,7 +19,7 @@ Products that a policy keeps in 16 bits are emulated as ``emulation_nodes.Linear
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from mezzo.engine.matrix_units.emulation_nodes import wants
 from mezzo.formats import BF16, Format, Recipe
 
 LayerProduct: TypeAlias = Literal["forward", "dgrad", "wgrad"]
+PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class LayerPlan:
     recipe: Recipe
     in_16_bits: frozenset[LayerProduct] = frozenset()
     """Products that stay in BF16."""
+
+    @property
+    def in_blocks(self) -> list[LayerProduct]:
+        """The products whose operands are rounded in blocks."""
+        return [product for product in PRODUCTS if product not in self.in_16_bits]
 
     def format_of(self, product: LayerProduct) -> str:
         """Return the name of the format in which a product is counted."""

@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine.casts import conversion
-from mezzo.engine.matrix_units.block_linear import LayerPlan, LayerProduct, linear
+from mezzo.engine.matrix_units.block_linear import PRODUCTS, LayerPlan, LayerProduct, linear
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.engine.matrix_units.native_units import float8_config, in_float8, lowers, use_float8
 from mezzo.explain import Choice
@@ -40,7 +40,6 @@ _OWN_CODE = "it has code of its own, which a layer in fewer bits would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
 _IN_FP32 = "the policy keeps it in FP32"
 _IN_BF16 = "the policy keeps it in BF16"
-_PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
 _Judged = list[tuple[str, nn.Linear, str | None]]
 """Linear layers by name, with the reason why each is left alone, or None."""
 
@@ -64,15 +63,38 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
         return None
     _check_products(models, policy)
     judged = [_judged(model, policy, recipe) for model in models]
-    chosen = [(name, layer) for of_model in judged for name, layer, reason in of_model if reason is None]
+    chosen = [one for of_model in judged for one in _chosen(of_model)]
     config = float8_config(policy) if chosen and not recipe.by_layer else None
     for name, layer in chosen:
         if not recipe.by_layer:
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
-            plan = LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy))
-            conversion.wrap(layer, _in_blocks, layer, plan, policy.storage.dtype)
+            use_blocks(layer, LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy)), policy)
     return len(chosen), _left_alone(judged)
+
+
+def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, LayerPlan]]:
+    """Return the linear layers of ``model`` that compute in blocks under ``policy``, by name, with their plans; it changes none.
+
+    Patterns of the policy may name modules of other models.
+    """
+    recipe = recipe_of(policy)
+    if recipe is None or not recipe.by_layer:
+        return {}
+    own = policy.replace(fp32_modules=tuple(conversion.matching_patterns(model, policy.fp32_modules)))
+    return {
+        name: (layer, LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, own)))
+        for name, layer in _chosen(_judged(model, own, recipe))
+    }
+
+
+def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy) -> None:
+    """Make a layer compute in blocks in regions of ``policy``."""
+    conversion.wrap(layer, _in_blocks, layer, plan, policy.storage.dtype)
+
+
+def _chosen(judged: _Judged) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer, reason in judged if reason is None]
 
 
 def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:
@@ -95,7 +117,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
 def _in_16_bits(name: str, policy: Policy) -> frozenset[LayerProduct]:
     """Return the products of the layer ``name`` that ``policy`` keeps in BF16."""
     wanted = [product for layer, product in map(split_product, policy.bf16_products) if fnmatchcase(name, layer)]
-    return frozenset(_PRODUCTS if "*" in wanted else (product for product in _PRODUCTS if product in wanted))
+    return frozenset(product for product in PRODUCTS if product in wanted or "*" in wanted)
 
 
 def matching_products(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -135,7 +157,7 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    if len(_in_16_bits(name, policy)) == len(_PRODUCTS):
+    if len(_in_16_bits(name, policy)) == len(PRODUCTS):
         return _IN_BF16
     fault = fault_of_sizes(layer.out_features, layer.in_features, recipe)
     if fault is None:
