@@ -39,11 +39,27 @@ from mezzo.commands.fallback.search import (
     stand_out,
 )
 from mezzo.errors import PolicyError, ScriptError, SessionError
-from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale, product_errors
+from mezzo.observe.fallback.evidence import (
+    LocalError,
+    LossyProduct,
+    Measured,
+    StepErrors,
+    fitting_scale,
+    product_errors,
+)
 from mezzo.observe.module_names import covered, outermost
 from mezzo.observe.settings import ROUNDOFFS, FallbackSettings
 from mezzo.policy import PRESETS, Policy
-from mezzo.records import FORMAT_KEPT, FallbackRecord, FallbackVerdict, ModuleError, Note, RunRecord, Searched, Verification
+from mezzo.records import (
+    FORMAT_KEPT,
+    FallbackRecord,
+    FallbackVerdict,
+    ModuleError,
+    Note,
+    RunRecord,
+    Searched,
+    Verification,
+)
 
 _MAX_TOLERANCE = 0.5
 _MOVED = 0.1  # share of a gradient: if FP32's last bit moves most of them by more, the runs do not compute the same
@@ -324,7 +340,11 @@ def _not_opened(state: SearchState) -> set[str]:
 def _passed(state: SearchState, where: str) -> tuple[FallbackVerdict, str, ModuleSet]:
     if state.trials[0].error == 0:
         return "not needed", f"every gradient is the same to the bit as in FP32, {where}: {_CHANGED_NOTHING}", ()
-    return "not needed", f"with nothing kept in {state.higher} no gradient is off by more than rounding explains, {where}", ()
+    return (
+        "not needed",
+        f"with nothing kept in {state.higher} no gradient is off by more than rounding explains, {where}",
+        (),
+    )
 
 
 def _found(
@@ -370,10 +390,8 @@ def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     if state.per_gemm:
         return "elsewhere", f"with every product in BF16 {error}. What computes in BF16 in any case makes it", ()
     outcome = _operations_in_fp32(state) if state.has_op_lists else "Keras cannot keep single operations in FP32"
-    reason = (
-        f"with all named modules in FP32 {error}. The cause is in the model's own forward or in the script, or it is not precision; {outcome}"
-    )
-    return "elsewhere", reason, ()
+    where = "The cause is in the model's own forward or in the script, or it is not precision"
+    return "elsewhere", f"with all named modules in FP32 {error}. {where}; {outcome}", ()
 
 
 def _operations_in_fp32(state: SearchState) -> str:

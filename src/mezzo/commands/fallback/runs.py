@@ -57,9 +57,7 @@ def fallback_of_script(
     assert policy is not None
     resumable = False
     try:
-        return find(
-            measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, per_gemm=per_gemm, note=note
-        )
+        return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, per_gemm=per_gemm, note=note)
     except Stopped:
         resumable = True
         raise

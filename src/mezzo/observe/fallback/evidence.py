@@ -75,16 +75,16 @@ def product_errors(measured: Measured) -> list[LocalError]:
     local = {error.module: error for error in measured.local if not error.unnamed}
     found = [LocalError(module=e.module, type=e.type, unnamed=True, flops=e.flops) for e in measured.local if e.unnamed]
     for layer, products in measured.products.items():
-        alone = local.get(layer) or LocalError(module=layer, type="Linear", reason="no gradient reached it in the first step")
+        alone = local.get(layer) or LocalError(
+            module=layer, type="Linear", reason="no gradient reached it in the first step"
+        )
         errors = {"forward": alone.output, "dgrad": alone.dgrad, "wgrad": alone.wgrad}
         ran = [product for product in LAYER_PRODUCTS if alone.reason or errors[product] is not None]
         for product in (product for product in products if product in ran):
-            one = {"output" if product == "forward" else product: errors[product]}
-            found.append(
-                LocalError(
-                    module=f"{layer}.{product}", type=alone.type, flops=alone.flops // len(ran), reason=alone.reason, **one
-                )
-            )
+            error, name = errors[product], f"{layer}.{product}"
+            one = LocalError(module=name, type=alone.type, reason=alone.reason, flops=alone.flops // len(ran))
+            column = "output" if product == "forward" else product
+            found.append(one.model_copy(update={column: error, "rounded": error or 0.0}))
     return found
 
 

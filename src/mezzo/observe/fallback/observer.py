@@ -245,7 +245,7 @@ class Fallback(Observer):
             return policy.required_formats[0].eps
         roots = list(self.run.objects.roots)
         if self._in_blocks[0] != len(roots):
-            layers = {layer for root in roots for layer, _ in planned(root, policy).values()}
+            layers: set[nn.Module] = {layer for root in roots for layer, _ in planned(root, policy).values()}
             self._in_blocks = len(roots), layers
         coarse = module in self._in_blocks[1]
         return policy.required_formats[0].eps / 2 if coarse else rounded_outside_layers(policy).eps
