@@ -14,10 +14,14 @@ For ``wgrad`` a recipe may mix the rows of both operands first, which changes no
 random, with seeds from the gradient and the weight: the weight changes with every update, so equal gradients are rounded anew.
 
 Products that a policy keeps in 16 bits are emulated as ``emulation_nodes.Linear`` does.
+
+What a GPU's unit does in one kernel is one product for observers: ``unrounded`` has its operands, which what runs inside rounds.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -64,11 +68,7 @@ class _BlockLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.stands_for = plan, plan.format_of("forward")
         rows, low = x.reshape(-1, x.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
-        if "forward" in plan.in_16_bits:
-            wide = F.linear(rows.float(), low.float())
-        else:
-            wide = F.linear(rounded(rows, plan.recipe.values, along=1), rounded(low, plan.recipe.weights, along=1))
-        return wide.to(x.dtype).view(*x.shape[:-1], len(weight))
+        return _product(rows, low.mT, lambda: _forward(rows, low, plan)).to(x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -76,16 +76,46 @@ class _BlockLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         plan: LayerPlan = ctx.plan
         rows, low = grad.reshape(-1, grad.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
-        seed = seed_of(rows, low) if plan.recipe.stochastic else None
+        seed = _product(rows, low, lambda: seed_of(rows, low)) if plan.recipe.stochastic else None
         grad_x = grad_weight = None
         if wants(ctx, 0):
             ctx.stands_for = plan.format_of("dgrad")
-            grad_x = _dgrad(rows, low, plan, seed).to(x.dtype).view(x.shape)
+            grad_x = _product(rows, low, lambda: _dgrad(rows, low, plan, seed)).to(x.dtype).view(x.shape)
         if wants(ctx, 1):
             ctx.stands_for = plan.format_of("wgrad")
             columns = x.reshape(-1, x.shape[-1]).contiguous()
-            grad_weight = _wgrad(rows, columns, plan, None if seed is None else seed ^ 1).to(x.dtype).to(weight.dtype)
+            wide = _product(rows.mT, columns, lambda: _wgrad(rows, columns, plan, seed))
+            grad_weight = wide.to(x.dtype).to(weight.dtype)
         return grad_x, grad_weight, None
+
+
+class _Local(threading.local):
+    operands: tuple[Tensor, Tensor] | None = None
+
+
+_LOCAL = _Local()
+
+
+def unrounded() -> tuple[Tensor, Tensor] | None:
+    """Return the operands of the product that a unit computes in this thread, (rows, sums) and (sums, columns); None if there is none."""
+    return _LOCAL.operands
+
+
+def _product(a: Tensor, b: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Run a part of a unit's work on operands that it rounds itself."""
+    if torch.compiler.is_compiling():
+        return compute()
+    before, _LOCAL.operands = _LOCAL.operands, (a, b)
+    try:
+        return compute()
+    finally:
+        _LOCAL.operands = before
+
+
+def _forward(x: Tensor, weight: Tensor, plan: LayerPlan) -> Tensor:
+    if "forward" in plan.in_16_bits:
+        return F.linear(x.float(), weight.float())
+    return F.linear(rounded(x, plan.recipe.values, along=1), rounded(weight, plan.recipe.weights, along=1))
 
 
 def _dgrad(grad: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
@@ -97,6 +127,7 @@ def _dgrad(grad: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None) -
 def _wgrad(grad: Tensor, x: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
     if "wgrad" in plan.in_16_bits:
         return grad.float().mT @ x.float()
+    seed = None if seed is None else seed ^ 1
     if plan.recipe.hadamard:
         grad, x = transformed(grad), transformed(x)
     values: Format = plan.recipe.values

@@ -1,7 +1,8 @@
 """Record every operation of a step as an event: what it reads, its settings, and fingerprints of its results.
 
 Mezzo's own operations, views and allocations are left out; a view shows in the part of a value that is read. The casts around an emulated
-product are part of it, so that its result is the rounded one, as a GPU's is. An optimizer's update is one event for each parameter: its
+product are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: a product in
+blocks reads the operands before they are rounded, and its error, which is mirrored, is the one of all its roundings. An optimizer's update is one event for each parameter: its
 operations are not recorded.
 
 With ``mirrored``, every result gets the opposite rounding error at random elements. Each operation is computed again in FP64 on the same
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from mezzo.devices import has_fp64
 from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.kernels import cpu
+from mezzo.engine.matrix_units.block_linear import unrounded
 from mezzo.engine.matrix_units.emulation import running
 from mezzo.formats import FP64
 from mezzo.measure.flops import FLOP_COUNTS, OperandFormats
@@ -243,9 +245,10 @@ class ValuesTracer(PlacingTracer):
         if self._is_over:
             return func(*args, **kwargs)
         self._running = func, args
-        if self._stepping or self._is_own():
+        if self._stepping or self._is_own() or self._is_part_of_unit(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.overloadpacket is torch.ops.aten.mul and not (self._stepping or self._inspecting):
+            inside = self._stepping or self._inspecting or unrounded() is not None
+            if func.overloadpacket is torch.ops.aten.mul and not inside:
                 self.attempt(lambda: self._unscaled(args[0], result))
             return result
         if self.is_silent(func):
@@ -263,12 +266,17 @@ class ValuesTracer(PlacingTracer):
         """Return whether Mezzo itself runs the operation, and not for the policy."""
         return self._local.entry is None and caller(sys._getframe(2)) == "mezzo"
 
+    def _is_part_of_unit(self, func: Any) -> bool:
+        """Return whether a unit that rounds its operands runs the operation, and it is not the product itself."""
+        return unrounded() is not None and func.overloadpacket not in FLOP_COUNTS
+
     def _unscaled(self, gradient: Tensor, result: Tensor) -> None:
         """Record that Mezzo divides a gradient by the loss scale, so that its ancestors stay known."""
         if self._makers.get(gradient) is not None and gradient.shape == result.shape:
             self.note("cast", op=UNSCALES, phase="backward", reads=[gradient], results=[(result, None)], makes=[result])
 
     def _passed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Passed:
+        args = unrounded() or args
         again = self._runs_again(func)
         kept = arguments_before(func, args, kwargs) if again and writes(func) else (args, kwargs)
         read = [passed for _, passed in operands(func, (args, kwargs), (args, kwargs)) if readable(passed)]
@@ -350,8 +358,11 @@ class ValuesTracer(PlacingTracer):
         event = None if number is None else self.events[number]
         if number is None or event is None or [one.shape for one in event.outputs] != [tuple(rounded.shape)]:
             return False
+        if rounded.dtype.itemsize > passed.args[0].dtype.itemsize:  # a gradient goes to its weight's format
+            return False
         if error is not None:
-            self._errors[number] = error
+            known = self._errors.get(number)
+            self._errors[number] = error if known is None else torch.hypot(known, error)
         row = len(self.fingerprints)
         self.events[number] = replace(event, outputs=(self.fingerprints.add(rounded),), row=row)
         self._makers.put(rounded, (number, 0))
