@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine.casts.autocast_kernels import flat_tensors
+from mezzo.engine.matrix_units.block_linear import unrounded
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import FLOP_COUNTS, OperandFormats
@@ -221,6 +222,7 @@ class Tracer(TorchDispatchMode):
             elif not recomputed and self._formats.is_recomputation():
                 return result
         if kind == _COUNTED:
+            args = unrounded() or args
             product = self._product(func, result, args)
         elif kind == _CASTS:
             read = region(args[1] if func.overloadpacket.__name__.startswith("copy") else args[0])
@@ -239,9 +241,10 @@ class Tracer(TorchDispatchMode):
         self.trace.operations.append(raw)
 
     def is_silent(self, func: Any) -> bool:
-        """Return whether an operation computes nothing: it creates a view or allocates memory."""
+        """Return whether an operation computes nothing: it creates a view, allocates memory, or prepares a product inside a unit."""
         kind = self._kinds.get(id(func))
-        return (self._classify(func) if kind is None else kind) == _SILENT
+        kind = self._classify(func) if kind is None else kind
+        return kind == _SILENT or (kind != _COUNTED and unrounded() is not None)
 
     def is_plain(self, func: Any) -> bool:
         """Return whether nothing but the operation itself is recorded: it is neither a product nor a cast."""

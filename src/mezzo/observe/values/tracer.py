@@ -245,7 +245,7 @@ class ValuesTracer(PlacingTracer):
         if self._is_over:
             return func(*args, **kwargs)
         self._running = func, args
-        if self._stepping or self._is_own() or self._is_part_of_unit(func):
+        if self._stepping or self._is_own():
             result = super().__torch_dispatch__(func, types, args, kwargs)
             inside = self._stepping or self._inspecting or unrounded() is not None
             if func.overloadpacket is torch.ops.aten.mul and not inside:
@@ -265,10 +265,6 @@ class ValuesTracer(PlacingTracer):
     def _is_own(self) -> bool:
         """Return whether Mezzo itself runs the operation, and not for the policy."""
         return self._local.entry is None and caller(sys._getframe(2)) == "mezzo"
-
-    def _is_part_of_unit(self, func: Any) -> bool:
-        """Return whether a unit that rounds its operands runs the operation, and it is not the product itself."""
-        return unrounded() is not None and func.overloadpacket not in FLOP_COUNTS
 
     def _unscaled(self, gradient: Tensor, result: Tensor) -> None:
         """Record that Mezzo divides a gradient by the loss scale, so that its ancestors stay known."""
