@@ -1,9 +1,9 @@
 """Record every operation of a step as an event: what it reads, its settings, and fingerprints of its results.
 
 Mezzo's own operations, views and allocations are left out; a view shows in the part of a value that is read. The casts around an emulated
-product are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: a product in
-blocks reads the operands before they are rounded, and its error, which is mirrored, is the one of all its roundings. An optimizer's update is one event for each parameter: its
-operations are not recorded.
+product are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: the product
+reads them as they were before, and its error, which is mirrored, is the one of all its roundings. An optimizer's update is one event for
+each parameter: its operations are not recorded.
 
 With ``mirrored``, every result gets the opposite rounding error at random elements. Each operation is computed again in FP64 on the same
 operands; ``x`` then becomes ``2 * exact - x``, rounded at random to one of the two nearest numbers of its format. So values move by as
