@@ -231,10 +231,8 @@ class Tracer(TorchDispatchMode):
         if kind not in (_PLAIN, _PARTS) and (node is None or recomputed):
             of_torch = self._is_torch_module(entry)
             line = self._where(None if of_torch else product) if not of_torch or _has_short_path(entry) else ""
-        metas = _both(args, result)
-        self._note(
-            (func, entry, node, *metas, self._stepping, recomputed, product, line, hidden, by_policy, read, within)
-        )
+        rest = self._stepping, recomputed, product, line, hidden, by_policy, read, within
+        self._note((func, entry, node, *_both(args, result), *rest))
         return result
 
     def _note(self, raw: tuple[Any, ...]) -> None:

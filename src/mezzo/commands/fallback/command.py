@@ -62,7 +62,8 @@ def fallback(
     """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
     The script runs unedited, about ten times for a few steps: in FP32, then under the policy with one set of modules after
-    another kept in FP32, or of products in BF16. Pass the policy file to --policy of the other commands, or to mezzo.Session.
+    another kept in FP32. With --per-gemm these are sets of products in BF16. Pass the policy file to --policy of the other
+    commands, or to mezzo.Session.
 
     With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume FOLDER
     continues a search that was stopped.

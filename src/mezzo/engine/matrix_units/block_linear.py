@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,7 @@ from torch.autograd.function import once_differentiable
 from mezzo.engine.matrix_units.block_formats import rounded, seed_of, transformed
 from mezzo.engine.matrix_units.emulation_nodes import wants
 from mezzo.formats import BF16, Format, Recipe
-
-LayerProduct: TypeAlias = Literal["forward", "dgrad", "wgrad"]
-PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
+from mezzo.policyfields import LAYER_PRODUCTS, LayerProduct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class LayerPlan:
     @property
     def in_blocks(self) -> list[LayerProduct]:
         """The products whose operands are rounded in blocks."""
-        return [product for product in PRODUCTS if product not in self.in_16_bits]
+        return [product for product in LAYER_PRODUCTS if product not in self.in_16_bits]
 
     def format_of(self, product: LayerProduct) -> str:
         """Return the name of the format in which a product is counted."""

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.casts import conversion
-from mezzo.engine.matrix_units.block_linear import PRODUCTS, LayerPlan, LayerProduct, linear
+from mezzo.engine.matrix_units.block_linear import LayerPlan, linear
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.engine.matrix_units.native_units import float8_config, in_float8, lowers, use_float8
 from mezzo.explain import Choice
 from mezzo.formats import FP32, Recipe
 from mezzo.policy import Policy
-from mezzo.policyfields import recipe_of, split_product
+from mezzo.policyfields import LAYER_PRODUCTS, LayerProduct, recipe_of, split_product
 
 SizeFault = Literal["not multiples", "too small"]
 """Why a linear layer's sizes keep it in 16 bits."""
@@ -117,7 +117,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
 def _in_16_bits(name: str, policy: Policy) -> frozenset[LayerProduct]:
     """Return the products of the layer ``name`` that ``policy`` keeps in BF16."""
     wanted = [product for layer, product in map(split_product, policy.bf16_products) if fnmatchcase(name, layer)]
-    return frozenset(product for product in PRODUCTS if product in wanted or "*" in wanted)
+    return frozenset(product for product in LAYER_PRODUCTS if product in wanted or "*" in wanted)
 
 
 def matching_products(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -157,7 +157,7 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    if len(_in_16_bits(name, policy)) == len(PRODUCTS):
+    if len(_in_16_bits(name, policy)) == len(LAYER_PRODUCTS):
         return _IN_BF16
     fault = fault_of_sizes(layer.out_features, layer.in_features, recipe)
     if fault is None:

@@ -69,8 +69,8 @@ class Measured(Value):
 def product_errors(measured: Measured) -> list[LocalError]:
     """Return the errors of products in blocks, each as a module ``layer.product`` is: a product is searched for as a module is.
 
-    The errors of a linear layer by itself are those of its products, whose FLOPs are equal. A product of which the first step had none is
-    left out. The models stay, without errors, for their FLOPs.
+    A linear layer by itself makes the errors of its products, which have as many FLOPs each. A product that the first step did not compute
+    is left out. The models stay, without errors, for their FLOPs.
     """
     local = {error.module: error for error in measured.local if not error.unnamed}
     found = [LocalError(module=e.module, type=e.type, unnamed=True, flops=e.flops) for e in measured.local if e.unnamed]
