@@ -36,7 +36,7 @@ class Planted(nn.Module):
 outlier, width, plants = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 torch.manual_seed(0)
 model = nn.Sequential(*[Planted(plant, outlier, width) for plant in plants], nn.Linear(width, width))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-8)
 for batch in torch.randn(4, width, width):
     optimizer.zero_grad()
     loss = F.mse_loss(model(batch), batch.roll(1, 0))
