@@ -73,6 +73,8 @@ def fallback(
     from mezzo.studies.loop import Study
 
     judged = Policy.of(policy)
+    if per_gemm:
+        script.check_supported("--per-gemm")
     script.check(judged)
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
