@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import mezzo
+from helpers_values import existing
 from mezzo.cli import main
 from mezzo.errors import MezzoError, PolicyError, ScriptError
 from mezzo.policy import Policy
@@ -25,12 +26,14 @@ EVERY_LAYER = ":end_layers=compute"
 LARGE, HUGE = 2.0**10, 2.0**20  # more than E2M1 spans, 12, and than E4M3 spans, 2**18, by powers of two
 
 
-def searched(policy: str, *plants: str, width: int = 64, outlier: float = LARGE, **settings: float) -> FallbackRecord:
+def searched(
+    policy: str, *plants: str, width: int = 64, outlier: float = LARGE, per_gemm: bool = True
+) -> FallbackRecord:
     def train() -> None:
         with mock.patch.object(sys, "argv", [FRAGILE, str(outlier), str(width), *plants]):
             runpy.run_path(FRAGILE)
 
-    return mezzo.fallback(train, policy=policy + EVERY_LAYER, per_gemm=True, fresh=1, **settings)  # type: ignore[arg-type]
+    return mezzo.fallback(train, policy=policy + EVERY_LAYER, per_gemm=per_gemm, fresh=1)
 
 
 PLANTED: list[tuple[str, float, int, list[str], list[str]]] = [
@@ -92,6 +95,20 @@ def test_products_that_the_policy_keeps_are_no_candidates() -> None:
     named = [one.module for one in record.modules if not one.unnamed]
     assert sorted(named) == ["0.linear.forward", "0.linear.wgrad", "2.forward", "2.wgrad"]
     assert record.verdict == "not needed"
+
+
+@pytest.mark.parametrize("policy", ["mxfp8", "mxfp4", "nvfp4"])
+def test_what_rounding_does_to_healthy_layers_is_measured(policy: str) -> None:
+    record = searched(policy, "none", "none")
+    assert record.verdict == "not needed"
+    assert existing(record.rounding) * 0.5 < existing(record.error_before) < existing(record.rounding) * 0.9
+
+
+@pytest.mark.parametrize(("plant", "kept"), [("none", []), ("wgrad", ["1.linear"])])
+def test_modules_are_searched_for_under_the_same_policies(plant: str, kept: list[str]) -> None:
+    record = searched("mxfp4", "none", plant, per_gemm=False)
+    assert (record.searched, record.kept, record.bf16_share) == ("modules", kept, None)
+    assert record.fp32_share == pytest.approx(3 / 8 if kept else 0)
 
 
 def in_blocks(width: int) -> Callable[[], None]:
