@@ -50,7 +50,7 @@ CONTENTS: dict[str, list[str]] = {
         *("keras", "paddle", "lightning", "accelerate", "transformers", "session"),
     ],
     "Reference": [
-        *("commands", "exit-codes", "frameworks", "library", "policies", "optimizers", "fast-path", "formats"),
+        *("commands", "exit-codes", "frameworks", "library", "policies", "optimizers", "fast-path", "formats", "block-formats"),
         *(
             "hardware",
             "migrating",

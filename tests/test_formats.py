@@ -7,19 +7,27 @@ import torch
 
 from mezzo.formats import (
     BF16,
+    E2M1,
+    E2M3,
+    E3M2,
     E4M3,
     E4M3FNUZ,
     E5M2,
     E5M2FNUZ,
+    E8M0,
     FORMATS,
     FP16,
     FP32,
     FP64,
+    MX_BLOCK,
     RECIPES,
     TF32,
     Format,
-    Scaling,
+    blockwise_recipe,
     format_of,
+    in_blocks,
+    mx_recipe,
+    nvfp4_recipe,
 )
 
 STORED = [FP64, FP32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]
@@ -124,36 +132,18 @@ def test_format_of_anything_else_is_none(dtype: torch.dtype) -> None:
     assert format_of(dtype) is None
 
 
-E8M0 = Format(name="e8m0", exponent_bits=8, mantissa_bits=0, signed=False, has_inf=False)
-BY_32 = Scaling(extent=32, format=E8M0, rule="floor")
-BY_16 = Scaling(extent=16, format=E4M3, over=Scaling(extent="tensor", format=FP32))
+NO_FIELDS: dict[str, bool] = {"hadamard": False, "stochastic": False}
 BLOCKS = [
     # format, largest, smallest normal and subnormal, bits of a value with its share of the scales, bits for the whole tensor
-    (
-        Format(name="mxfp8", exponent_bits=4, mantissa_bits=3, has_inf=False, scaling=BY_32),
-        448.0,
-        2.0**-6,
-        2.0**-9,
-        8.25,
-        0,
-    ),
-    (Format(name="mxfp8e5", exponent_bits=5, mantissa_bits=2, scaling=BY_32), 57344.0, 2.0**-14, 2.0**-16, 8.25, 0),
-    (
-        Format(name="mxfp6", exponent_bits=2, mantissa_bits=3, has_inf=False, has_nan=False, scaling=BY_32),
-        *(7.5, 1.0, 0.125, 6.25, 0),
-    ),
-    (
-        Format(name="mxfp6e3", exponent_bits=3, mantissa_bits=2, has_inf=False, has_nan=False, scaling=BY_32),
-        *(28.0, 0.25, 0.0625, 6.25, 0),
-    ),
-    (
-        Format(name="mxfp4", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False, scaling=BY_32),
-        *(6.0, 1.0, 0.5, 4.25, 0),
-    ),
-    (
-        Format(name="nvfp4", exponent_bits=2, mantissa_bits=1, has_inf=False, has_nan=False, scaling=BY_16),
-        *(6.0, 1.0, 0.5, 4.5, 32),
-    ),
+    (in_blocks(E4M3, MX_BLOCK, "rceil", scales=E8M0), 448.0, 2.0**-6, 2.0**-9, 8.25, 0),
+    (in_blocks(E5M2, MX_BLOCK, "rceil", scales=E8M0), 57344.0, 2.0**-14, 2.0**-16, 8.25, 0),
+    (in_blocks(E2M3, MX_BLOCK, "floor", scales=E8M0), 7.5, 1.0, 0.125, 6.25, 0),
+    (in_blocks(E3M2, MX_BLOCK, "floor", scales=E8M0), 28.0, 0.25, 0.0625, 6.25, 0),
+    (mx_recipe("mxfp4", rule="rceil", **NO_FIELDS).values, 6.0, 1.0, 0.5, 4.25, 0),
+    (nvfp4_recipe(rule="exact", square=True, **NO_FIELDS).values, 6.0, 1.0, 0.5, 4.5, 32),
+    (nvfp4_recipe(rule="exact", square=True, **NO_FIELDS).weights, 6.0, 1.0, 0.5, 4 + 8 / 256, 32),
+    (blockwise_recipe("ocp", rule="exact").values, 448.0, 2.0**-6, 2.0**-9, 8.25, 0),
+    (blockwise_recipe("ocp", rule="rceil").weights, 448.0, 2.0**-6, 2.0**-9, 8 + 8 / 2**14, 0),
     (E8M0, 2.0**127, 2.0**-127, 2.0**-127, 8, 0),
     (RECIPES["tensorwise", "ocp"].gradients, 57344.0, 2.0**-14, 2.0**-16, 8, 32),
     (RECIPES["rowwise", "fnuz"].gradients, 240.0, 2.0**-7, 2.0**-10, 8, 0),
@@ -161,7 +151,9 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(
-    ("fmt", "largest", "normal", "smallest", "bits", "of_tensor"), BLOCKS, ids=[str(row[0].name) for row in BLOCKS]
+    ("fmt", "largest", "normal", "smallest", "bits", "of_tensor"),
+    BLOCKS,
+    ids=[f"{row[0].name} {number}" for number, row in enumerate(BLOCKS)],
 )
 def test_formats_with_scales(
     fmt: Format, largest: float, normal: float, smallest: float, bits: float, of_tensor: int
@@ -169,3 +161,14 @@ def test_formats_with_scales(
     """The formats of the Open Compute Project (OCP MX 1.0, tables 1 to 7) and NVIDIA's NVFP4, by hand."""
     found = (fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.bits_per_value, fmt.bits_per_tensor)
     assert found == (largest, normal, smallest, bits, of_tensor)
+
+
+def test_the_values_of_four_bits() -> None:
+    """Every value of E2M1, from its bits: OCP MX 1.0, table 5."""
+    codes = [(exponent, mantissa) for exponent in range(4) for mantissa in range(2)]
+    values = [2.0 ** (max(e, 1) - E2M1.bias) * ((e > 0) + m * E2M1.eps) for e, m in codes]
+    assert values == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert max(values) == E2M1.max
+    assert E2M1.max_exponent == 2
+    assert E4M3.max_exponent == 8
+    assert E5M2.max_exponent == 15

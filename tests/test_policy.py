@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mezzo.devices import Device
 from mezzo.errors import PolicyError, UnsupportedFormatError
-from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from mezzo.formats import BF16, E2M1, E4M3, E5M2, FP16, FP32, TF32, Format
 from mezzo.oplists import FAMILIES, python_name
 from mezzo.policy import POLICY_ALIASES, PRESETS, Policy
 
@@ -33,6 +33,10 @@ PRESET_FIELDS: dict[str, dict[str, Any]] = {
     "fp16-pure": {"compute": "fp16", "casting": "model", "norms": "compute"},
     "bf16-pure": {"compute": "bf16", "casting": "model", "norms": "compute"},
     "fp8": {"compute": "fp8", "casting": "ops"},
+    "fp8-block": {"compute": "fp8", "casting": "ops", "fp8_recipe": "blockwise"},
+    "mxfp8": {"compute": "mxfp8", "casting": "ops"},
+    "mxfp4": {"compute": "mxfp4", "casting": "ops"},
+    "nvfp4": {"compute": "nvfp4", "casting": "ops"},
 }
 DEFAULTS: dict[str, Any] = {
     "compute": "fp32",
@@ -51,6 +55,12 @@ DEFAULTS: dict[str, Any] = {
     "op_lists": "portable",
     "fp8_recipe": "tensorwise",
     "fp8_formats": "ocp",
+    "scale_rule": "auto",
+    "weight_blocks": "auto",
+    "hadamard": "auto",
+    "gradient_rounding": "auto",
+    "end_layers": "bf16",
+    "bf16_products": (),
     "reduce": "auto",
     "gather": "auto",
     "world": 1,
@@ -67,6 +77,9 @@ FORMATS_OF: dict[str, tuple[Format, tuple[Format, ...]]] = {
     "fp16": (FP16, (FP16,)),
     "bf16": (BF16, (BF16,)),
     "fp8": (BF16, (E4M3, E5M2)),
+    "mxfp8": (BF16, (E4M3, E4M3)),
+    "mxfp4": (BF16, (E2M1, E2M1)),
+    "nvfp4": (BF16, (E2M1, E2M1)),
 }
 
 
@@ -77,7 +90,8 @@ def test_preset(name: str) -> None:
     assert dataclasses.asdict(policy) == {"name": name, **DEFAULTS, **PRESET_FIELDS[name]}
     assert str(policy) == name
     elements = tuple(dataclasses.replace(fmt, scaling=None) for fmt in policy.required_formats)
-    assert (policy.storage, elements) == FORMATS_OF[policy.compute]
+    stored, computed = FORMATS_OF[policy.compute]
+    assert (policy.storage, elements) == (stored, (E4M3, E4M3) if name == "fp8-block" else computed)
     assert policy.lowers == (name not in ("fp32", "tf32"))
 
 
@@ -273,14 +287,15 @@ def test_of_returns_a_policy_itself() -> None:
 # --- wrong texts, files and fields ---------------------------------------------------------------
 
 NAMES = (
-    "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8, O0, O1, O2, O3, "
+    "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8, fp8-block, mxfp8, mxfp4, nvfp4, O0, O1, O2, O3, "
     "32-true, 16-mixed, bf16-mixed, 16-true, bf16-true, no, float32, float16, half, bfloat16, amp, mixed_float16, mixed_bfloat16"
 )
 NAME_HINT = "name a preset, another library's name for it, or a .toml policy file"
 FIELDS = (
     "compute, casting, norms, master_weights, loss_scale, init_scale, growth_factor, "
     "backoff_factor, growth_interval, hysteresis, min_scale, max_scale, arithmetic, op_lists, "
-    "fp8_recipe, fp8_formats, reduce, gather, world, reduce_order, lower, fp32, widest, fp32_modules"
+    "fp8_recipe, fp8_formats, scale_rule, weight_blocks, hadamard, gradient_rounding, end_layers, bf16_products, reduce, gather, "
+    "world, reduce_order, lower, fp32, widest, fp32_modules"
 )
 GATHER_HINT = (
     "sharded weights are computed with in the format in which they were gathered: choose the policy of that format"
@@ -293,6 +308,8 @@ FAMILY_NAMES = ", ".join(family.name for family in FAMILIES)
 OP_HINT = "name a family such as 'softmax' or an operation such as 'log_softmax'"
 COMBINATION_HINT = "fp32 and tf32 cast nothing (casting=none); the others cast ops or the model"
 
+BLOCK_HINT = "leave {} out, or start from the preset of a block format that has it: nvfp4, mxfp4, mxfp8, fp8-block"
+PRODUCTS_ALLOWED = "allowed: a layer's name, a dot, and one of forward, dgrad, wgrad or *, under a block format"
 WRONG_TEXTS = [
     # text, message, hint
     ("", f"unknown policy ''; allowed: {NAMES}", NAME_HINT),
@@ -325,7 +342,7 @@ WRONG_TEXTS = [
     ),
     (
         "fp16:compute=fp64",
-        "policy field compute='fp64'; did you mean fp16 or fp8 or fp32? Allowed: fp32, tf32, fp16, bf16, fp8",
+        "policy field compute='fp64'; did you mean fp16 or nvfp4 or mxfp4? Allowed: fp32, tf32, fp16, bf16, fp8, mxfp8, mxfp4, nvfp4",
         "set compute to one of them",
     ),
     (
@@ -365,7 +382,7 @@ WRONG_TEXTS = [
     ),
     (
         "fp8:fp8_recipe=rowise",
-        "policy field fp8_recipe='rowise'; did you mean rowwise or tensorwise? Allowed: tensorwise, rowwise",
+        "policy field fp8_recipe='rowise'; did you mean rowwise or blockwise or tensorwise? Allowed: tensorwise, rowwise, blockwise",
         "set fp8_recipe to one of them",
     ),
     (
@@ -478,6 +495,46 @@ WRONG_TEXTS = [
         GATHER_HINT,
     ),
     (
+        "mxfp8:scale_rule=exact",
+        "scale_rule=exact under compute=mxfp8; allowed: auto, rceil, floor",
+        BLOCK_HINT.format("scale_rule"),
+    ),
+    (
+        "fp8:scale_rule=rceil",
+        "scale_rule=rceil under compute=fp8; allowed: auto",
+        BLOCK_HINT.format("scale_rule"),
+    ),
+    (
+        "mxfp8:hadamard=wgrad",
+        "hadamard=wgrad under compute=mxfp8; allowed: auto",
+        BLOCK_HINT.format("hadamard"),
+    ),
+    (
+        "mxfp4:weight_blocks=squares",
+        "weight_blocks=squares under compute=mxfp4; allowed: auto",
+        BLOCK_HINT.format("weight_blocks"),
+    ),
+    (
+        "fp8-block:gradient_rounding=stochastic",
+        "gradient_rounding=stochastic under compute=fp8; allowed: auto",
+        BLOCK_HINT.format("gradient_rounding"),
+    ),
+    (
+        "bf16:end_layers=compute",
+        "end_layers=compute under compute=bf16; allowed: bf16",
+        BLOCK_HINT.format("end_layers"),
+    ),
+    (
+        "mxfp8:bf16_products=head",
+        "bf16_products names 'head' under compute=mxfp8; " + PRODUCTS_ALLOWED,
+        "for example mxfp8:bf16_products=*.wgrad",
+    ),
+    (
+        "fp8:bf16_products=*.wgrad",
+        "bf16_products names '*.wgrad' under compute=fp8; " + PRODUCTS_ALLOWED,
+        "for example mxfp8:bf16_products=*.wgrad",
+    ),
+    (
         "bf16:op_lists=device:arithmetic=emulated",
         "op_lists=device and arithmetic=emulated contradict each other",
         "device lists are torch's own native kernels; emulation follows the portable lists",
@@ -513,7 +570,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"compute": ["fp16"]},
-        "compute=['fp16']; did you mean fp16 or bf16? Allowed: fp32, tf32, fp16, bf16, fp8",
+        "compute=['fp16']; did you mean fp16 or bf16? Allowed: fp32, tf32, fp16, bf16, fp8, mxfp8, mxfp4, nvfp4",
         "set compute to one of them",
     ),
     (
@@ -549,7 +606,7 @@ def test_wrong_field_value(fields: dict[str, Any], message: str, hint: str) -> N
 def test_unknown_field_in_replace() -> None:
     with pytest.raises(PolicyError) as caught:
         PRESETS["fp16"].replace(scale=8)
-    message = f"a policy has no field 'scale'; did you mean min_scale or max_scale or loss_scale? Allowed: {FIELDS}"
+    message = f"a policy has no field 'scale'; did you mean min_scale or max_scale or scale_rule? Allowed: {FIELDS}"
     check_error(caught, message, FIELD_HINT)
 
 
@@ -558,7 +615,8 @@ def test_a_policy_built_directly_needs_a_preset_name() -> None:
         Policy(name="O1", compute="fp16", casting="ops")
     check_error(
         caught,
-        "policy field name='O1'; allowed: fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8",
+        "policy field name='O1'; allowed: fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8, "
+        "fp8-block, mxfp8, mxfp4, nvfp4",
         "start from Policy.parse(name) and change fields with replace",
     )
 
@@ -643,6 +701,11 @@ NO_ROWS = "compute capability {}, and row-wise FP8 is known to run from 9.0 to b
 NO_TF32 = "TF32 is a mode of NVIDIA's matrix units; FP32 is used instead"
 ASKED = "the policy asks for emulated arithmetic"
 
+LACKS_BLOCKS = "this CPU lacks units for blocks that share a scale"
+MXFP8 = "compute capability 10.0; torchao's MXFP8 layers run from 10.0"
+NO_MXFP8 = "compute capability {}, and torchao's MXFP8 layers are known to run from 10.0 to below 12.0"
+NO_DRIVER = "{} in such blocks is emulated on every device: Mezzo does not drive a GPU's units for it"
+AMD = Device(kind="cuda", name="MI350X", architecture="gfx950")
 ARITHMETIC = [
     ("fp32", PLAIN, "native", "every device computes in it"),
     ("fp32", gpu(9, 0), "native", "every device computes in it"),
@@ -693,6 +756,22 @@ ARITHMETIC = [
     ("fp8:fp8_recipe=rowwise", gpu(9, 0), "native", "compute capability 9.0; matrix units take e4m3 from 8.9"),
     ("fp8:fp8_recipe=rowwise", gpu(10, 0), "native", "compute capability 10.0; matrix units take e4m3 from 8.9"),
     ("fp8:fp8_recipe=rowwise", gpu(12, 0), "emulated", NO_ROWS.format("12.0")),
+    ("mxfp8", PLAIN, "emulated", LACKS_BLOCKS),
+    ("mxfp8", gpu(9, 0), "emulated", NO_MXFP8.format("9.0")),
+    ("mxfp8:scale_rule=floor", gpu(10, 0), "native", MXFP8),
+    ("mxfp8:bf16_products=*.wgrad", gpu(10, 3), "native", MXFP8.replace("10.0;", "10.3;")),
+    ("mxfp8:bf16_products=*.dgrad", gpu(10, 0), "emulated", "torchao's MXFP8 layers have no bf16_products=*.dgrad"),
+    (
+        "mxfp8:gradient_rounding=stochastic",
+        gpu(10, 0),
+        "emulated",
+        "torchao's MXFP8 layers have no gradient_rounding=stochastic",
+    ),
+    ("mxfp8", gpu(12, 0), "emulated", NO_MXFP8.format("12.0")),
+    ("mxfp8", AMD, "emulated", "torchao's MXFP8 layers are for NVIDIA's GPUs"),
+    ("mxfp4", gpu(10, 0), "emulated", NO_DRIVER.format("e2m1")),
+    ("nvfp4", gpu(10, 0), "emulated", NO_DRIVER.format("e2m1")),
+    ("fp8-block", gpu(9, 0), "emulated", NO_DRIVER.format("e4m3")),
 ]
 
 
@@ -912,6 +991,110 @@ EXPLAINED = [
             ("user op lists", "gelu: lower", "the policy names them"),
             ("user op lists", "bmm, mm: fp32", "the policy names them"),
             ("modules", "head, norm* in fp32", "the policy keeps them in FP32"),
+        ],
+    ),
+    (
+        "mxfp8",
+        PLAIN,
+        [
+            ("compute", "mxfp8, emulated on plain CPU", "this CPU lacks units for blocks that share a scale"),
+            IN_FP32,
+            UNSCALED_BF16,
+            (
+                "mxfp8 recipe",
+                "mxfp8: operands e4m3, gradients e4m3",
+                "a scale in 8 bits for every 32 values; each product rounds its operands anew, in blocks along its own sum",
+            ),
+            ("scales", "e8m0, rceil", "a power of two, rounded up: nothing saturates"),
+            ("blocks of weights", "1 x 32", "rows x columns"),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what MXFP8 does to training, not how fast it is",
+            ),
+            LISTS,
+        ],
+    ),
+    (
+        "nvfp4:scale_rule=four_or_six:bf16_products=*.wgrad",
+        PLAIN,
+        [
+            ("compute", "nvfp4, emulated on plain CPU", "this CPU lacks units for blocks that share a scale"),
+            IN_FP32,
+            UNSCALED_BF16,
+            (
+                "nvfp4 recipe",
+                "nvfp4: operands e2m1, gradients e2m1",
+                "a scale with 3 mantissa bits for every 16 values, so that the largest of each block keeps its place",
+            ),
+            (
+                "scales",
+                "e4m3, four_or_six",
+                "the largest magnitude of a block becomes 4 or 6, whichever rounds with the smaller error",
+            ),
+            ("blocks of weights", "16 x 16", "the same values for both products"),
+            (
+                "gradients",
+                "rounded at random",
+                "on average nothing is lost; the draws follow from the step's own values, so a run can be repeated",
+            ),
+            (
+                "Hadamard transform",
+                "wgrad",
+                "both operands of a weight's gradient are mixed 16 by 16, so that a large value is shared by its block",
+            ),
+            ("products in bf16", "*.wgrad", "the policy names them"),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what NVFP4 does to training, not how fast it is",
+            ),
+            LISTS,
+        ],
+    ),
+    (
+        "mxfp4:scale_rule=floor:hadamard=wgrad",
+        PLAIN,
+        [
+            ("compute", "mxfp4, emulated on plain CPU", "this CPU lacks units for blocks that share a scale"),
+            IN_FP32,
+            UNSCALED_BF16,
+            (
+                "mxfp4 recipe",
+                "mxfp4: operands e2m1, gradients e2m1",
+                "a scale in 8 bits for every 32 values; each product rounds its operands anew, in blocks along its own sum",
+            ),
+            ("scales", "e8m0, floor", "a power of two, rounded down: the largest values of a block may saturate"),
+            ("blocks of weights", "1 x 32", "rows x columns"),
+            (
+                "Hadamard transform",
+                "wgrad",
+                "both operands of a weight's gradient are mixed 16 by 16, so that a large value is shared by its block",
+            ),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what MXFP4 does to training, not how fast it is",
+            ),
+            LISTS,
+        ],
+    ),
+    (
+        "fp8-block:scale_rule=rceil",
+        PLAIN,
+        [
+            ("compute", "fp8, emulated on plain CPU", "this CPU lacks units for blocks that share a scale"),
+            IN_FP32,
+            UNSCALED_BF16,
+            ("fp8 recipe", "blockwise: operands e4m3, gradients e4m3", "a large value costs the 127 beside it only"),
+            ("scales", "e8m0, rceil", "a power of two, rounded up: nothing saturates"),
+            ("blocks of weights", "128 x 128", "the same values for both products"),
+            (
+                "speed",
+                "slower than bf16",
+                "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is",
+            ),
+            LISTS,
         ],
     ),
     (

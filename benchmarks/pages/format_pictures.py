@@ -16,7 +16,10 @@ import torch
 from benchmarks.shared import ROOT
 from benchmarks.shared.harness import record_of
 from mezzo.commands.ranges.record import GRADIENTS
+from mezzo.engine.matrix_units.block_formats import rounded
 from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 from mezzo.records import RangesRecord
 from mezzo.report.colours import policy_style
 
@@ -25,8 +28,11 @@ matplotlib.rcParams["svg.hashsalt"] = "mezzo"  # the same ids in every run
 from matplotlib import pyplot as plt  # noqa: E402  (the backend comes first)
 from matplotlib.axes import Axes  # noqa: E402
 
-REACH, UPDATES, GRADIENT_VALUES = (f"docs/images/formats-{name}.svg" for name in ("reach", "updates", "gradients"))
+REACH, UPDATES, GRADIENT_VALUES, BLOCK_VALUES = (
+    f"docs/images/formats-{name}.svg" for name in ("reach", "updates", "gradients", "blocks")
+)
 SHOWN = (FP32, TF32, BF16, FP16, E5M2, E4M3)
+SHADES = {"mxfp8": "#0e7b5f", "nvfp4": "#9543d0", "mxfp4": "#bc450a"}
 NAMES = {"e5m2": "FP8 E5M2", "e4m3": "FP8 E4M3"}
 
 
@@ -91,6 +97,31 @@ def draw_gradients(axes: Axes, record: RangesRecord) -> None:
     axes.set_title("What a loss scale does: gradients of examples/digits.py", loc="left", fontsize=10)
 
 
+def draw_blocks(axes: Axes) -> None:
+    """Draw 64 values, one of which is 30 times the others, as the block formats store them: the error of each value."""
+    values = torch.randn(1, 64, generator=torch.Generator().manual_seed(4))
+    values[0, 5] = 30.0
+    places = torch.arange(64)
+    for row, name in enumerate(("mxfp8", "nvfp4", "mxfp4")):
+        recipe = recipe_of(Policy.parse(name))
+        assert recipe is not None
+        found = rounded(values, recipe.values, along=1)
+        errors = (found - values)[0].abs()
+        mean = float(errors[places != 5].mean())
+        axes.bar(
+            places + (row - 1) * 0.28, errors, width=0.28, color=SHADES[name], label=f"{name.upper()}: mean {mean:.3f}"
+        )
+    for edge in range(16, 64, 16):
+        axes.axvline(
+            edge - 0.5, color="#888888", linewidth=0.8 if edge == 32 else 0.4, linestyle="-" if edge == 32 else ":"
+        )
+    axes.set_xlim(-0.7, 63.7)
+    axes.set_xlabel("place in the row; the large value is at 5; lines end blocks of 32, dots blocks of 16")
+    axes.set_ylabel("error")
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("What one large value costs its block: 63 values around 1 and one of 30", loc="left", fontsize=10)
+
+
 def save(name: str, draw: Callable[[Axes], None], *, height: float) -> None:
     """Draw one picture and write it as SVG, on white so that it also reads on a dark page."""
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
@@ -105,6 +136,7 @@ def save(name: str, draw: Callable[[Axes], None], *, height: float) -> None:
 def main() -> None:
     save(REACH, draw_reach, height=2.6)
     save(UPDATES, draw_small_updates, height=2.8)
+    save(BLOCK_VALUES, draw_blocks, height=2.8)
     with tempfile.TemporaryDirectory() as folder:
         script = str(ROOT / "examples" / "digits.py")
         record = record_of(["ranges", "--out", folder, script, "--epochs", "1"], Path(folder))

@@ -22,7 +22,7 @@ from benchmarks.shared.harness import Row, store
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.tape import ATTENTION_ROWS, CostedOperation, ProductSize, TapePhase
 from mezzo.measure.predict.tiles import Array
-from mezzo.measure.predict.time import LATENCY_S, Card, Columns, Constants, fitted, operation_bounds
+from mezzo.measure.predict.time import FP4, FP8, LATENCY_S, Card, Columns, Constants, fitted, operation_bounds
 
 _GPUS = {
     "a100_sxm": "a100-40gb",
@@ -56,7 +56,7 @@ class MeasuredKernel:
     operation: CostedOperation
     seconds: float
     clocked_s: float = 0.0
-    """Part of ``seconds`` that is not the kernel's."""
+    """Part of ``seconds`` that is not the kernel's, or what else is priced beside it."""
     tries_algorithms: bool = False
 
 
@@ -85,6 +85,26 @@ def _gemm(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
         shape = ProductSize(1, m, n, k, 1)
         op = operation("mm", "bf16", shape, flops=2 * m * n * k, read=2 * (m * k + n * k), written=2 * m * n)
         yield MeasuredKernel("products, BF16", gpu, op, seconds)
+
+
+FEW_BITS = {"fp8": (FP8, 8.0), "fp8_block": (FP8, 8.25), "nvfp4": (FP4, 4.5)}
+"""Products of 8 and 4 bits in the tables: their operands' format, and bits with scales. No constant is fitted to them."""
+
+
+def few_bits(folder: Path, constants: Constants) -> list[MeasuredKernel]:
+    """Return the products of 8 and 4 bits; a serving library rounds the activations in one pass, and has rounded the weights before."""
+    found = []
+    for cells in csv_rows.read(folder / "gemm_aiconfigurator.csv"):
+        gpu, seconds = find_gpu(_GPUS.get(cells["gpu"], cells["gpu"])), float(cells["latency_ms"]) / 1e3
+        if cells["dtype"] not in FEW_BITS or gpu is None or seconds < _LEAST_S["aiconfigurator"]:
+            continue
+        form, bits = FEW_BITS[cells["dtype"]]
+        m, n, k = (int(cells[name]) for name in "mnk")
+        read = int(bits * (m * k + n * k)) // 8
+        op = operation("mm", form, ProductSize(1, m, n, k, 1), flops=2 * m * n * k, read=read, written=2 * m * n)
+        cast_s = m * k * (2 + bits / 8) / (gpu.bandwidth_bytes_per_s * constants.bandwidth) + LATENCY_S
+        found.append(MeasuredKernel(f"products, {cells['dtype'].upper()}", gpu, op, seconds, cast_s))
+    return found
 
 
 def _attention(cells: Cells, gpu: Gpu) -> Iterator[MeasuredKernel]:
@@ -222,8 +242,9 @@ class Priced:
 def main(argv: Sequence[str] = ()) -> None:
     parser = options(__name__)
     parser.add_argument("folder", type=Path, help="the tables")
-    priced = Priced(kernels(parser.parse_args(argv).folder))
-    ratios = priced.ratios(fitted().constants)
+    folder, constants = parser.parse_args(argv).folder, fitted().constants
+    priced = Priced([*kernels(folder), *few_bits(folder, constants)])
+    ratios = priced.ratios(constants)
     rows: list[Row] = []
     for group in sorted(set(priced.groups)):
         own = priced.groups == group

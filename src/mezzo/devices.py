@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mezzo.formats import BF16, E4M3, E5M2, FP16, FP32, FP64, RECIPE_NAMES, TF32, Format
+from mezzo.formats import BF16, E2M1, E4M3, E5M2, E8M0, FP16, FP32, FP64, MX_BLOCK, RECIPE_NAMES, TF32, Format
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,13 @@ _MIN_CAPABILITY: dict[str, tuple[int, int]] = {
     TF32.name: (8, 0),
     E4M3.name: (8, 9),
     E5M2.name: (8, 9),
+    E2M1.name: (10, 0),
 }
 # torchao's row-wise recipe is measured on Hopper and datacenter Blackwell GPUs. On 12.0 torch hands such products to cuBLAS, which
 # refuses them.
 _ROW_SCALES: tuple[tuple[int, int], tuple[int, int]] = ((9, 0), (12, 0))
+# torchao's MXFP8 kernels are built for datacenter Blackwell GPUs (torchao 0.18, ``is_sm_at_least_100``).
+_MXFP8: tuple[tuple[int, int], tuple[int, int]] = ((10, 0), (12, 0))
 _ROCM: dict[str, tuple[str, str]] = {
     # architecture: the GPUs, and the formats that its matrix units take
     "gfx908": ("MI100", "fp16 bf16"),
@@ -99,9 +102,10 @@ class Device:
 
     def support(self, fmt: Format) -> Support:
         """Return how this device computes in ``fmt``."""
-        if fmt.scaling is not None and not isinstance(fmt.scaling.extent, str):
-            return Support(format=fmt.name, level="emulated", reason=self._blocks(fmt))
         level, reason = self._level(fmt)
+        if fmt.scaling is not None and not isinstance(fmt.scaling.extent, str) and level != "impossible":
+            level, reason = self._blocks_level(fmt)
+            return Support(format=fmt.name, level=level, reason=reason)
         first, beyond = _ROW_SCALES
         if level == "native" and fmt.scaling is not None and fmt.scaling.extent == "row":
             if self.architecture is not None:
@@ -127,11 +131,22 @@ class Device:
         """Whether Mezzo has run on such a device."""
         return self.kind == "cpu" or (self.kind == "cuda" and self.architecture is None and "H100" in self.name)
 
-    def _blocks(self, fmt: Format) -> str:
-        """Return why formats in blocks are emulated."""
+    def _blocks_level(self, fmt: Format) -> tuple[Level, str]:
         if self.kind == "cpu":
-            return "this CPU lacks units for blocks that share a scale"
-        return f"Mezzo emulates {fmt.name} in blocks on every device; it does not use a GPU's own units for them"
+            return "emulated", "this CPU lacks units for blocks that share a scale"
+        assert fmt.scaling is not None
+        first, beyond = _MXFP8
+        if fmt.name != E4M3.name or fmt.scaling.format.name != E8M0.name or fmt.scaling.extent != MX_BLOCK:
+            return (
+                "emulated",
+                f"{fmt.name} in such blocks is emulated on every device: Mezzo does not drive a GPU's units for it",
+            )
+        if self.capability is None:
+            return "emulated", "torchao's MXFP8 layers are for NVIDIA's GPUs"
+        if first <= self.capability < beyond:
+            return "native", f"{_capability(self.capability)}; torchao's MXFP8 layers run from {first[0]}.{first[1]}"
+        known = f"from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
+        return "emulated", f"{_capability(self.capability)}, and torchao's MXFP8 layers are known to run {known}"
 
     def _level(self, fmt: Format) -> tuple[Level, str]:
         if fmt is FP64 and not self.has_fp64:

@@ -143,7 +143,10 @@ def _speed(policy: PolicyFields, arithmetic: str) -> Choice:
     if arithmetic == "native":
         reason = "until torch.compile fuses them, scaling and casts are separate passes over every operand"
         return _choice("speed", "compile the model: torch.compile(model)", reason)
-    reason = f"every operation is emulated, also those in BF16: this shows what {policy.compute} does to training, not how fast it is"
+    name = policy.compute.upper()
+    reason = (
+        f"every operation is emulated, also those in BF16: this shows what {name} does to training, not how fast it is"
+    )
     return _choice("speed", "slower than bf16", reason)
 
 

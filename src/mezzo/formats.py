@@ -28,7 +28,7 @@ ScaleRule: TypeAlias = Literal["exact", "floor", "rceil", "four_or_six"]
 
 ``exact``        ``amax / max``
 ``rceil``        the smallest power of two not below ``amax / max``, so that nothing saturates (NVIDIA's rule, ``cvt.rp``)
-``floor``        the power of two of ``amax`` divided by the one of ``max``: up to an eighth (E4M3) or a quarter (E2M1) of the range saturates
+``floor``        the power of two of ``amax`` divided by the one of ``max``: the last eighth (E4M3) or quarter (E2M1) of a block saturates
                  (OCP MX 1.0, section 6.3)
 ``four_or_six``  in E2M1: ``amax / 6`` or ``amax / 4``, whichever leaves the smaller sum of errors (Cook et al., arXiv:2512.02010)
 """

@@ -39,6 +39,8 @@ class Gpu:
     fp16_flops_per_s: float | None
     bf16_flops_per_s: float | None
     fp8_flops_per_s: float | None
+    fp4_flops_per_s: float | None
+    """In blocks that share scales; a GPU that has it takes MXFP8 as well, at the rate of FP8."""
     multiprocessors: int
     l2_bytes: int
     power_w: float
@@ -57,6 +59,8 @@ class Gpu:
 
     def flops_per_s(self, format_name: str) -> float | None:
         """Return the peak rate of products in a format, by the format's name; None where the GPU has no unit for it."""
+        if format_name in ("mxfp8", "mxfp4", "nvfp4"):
+            return self.fp8_flops_per_s if format_name == "mxfp8" and self.fp4_flops_per_s else self.fp4_flops_per_s
         name = "fp8" if format_name.startswith(("e4m3", "e5m2")) else format_name
         rate: float | None = getattr(self, f"{name}_flops_per_s", None)
         return rate
@@ -105,6 +109,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         fp16_flops_per_s=rate("fp16"),
         bf16_flops_per_s=rate("bf16"),
         fp8_flops_per_s=rate("fp8"),
+        fp4_flops_per_s=rate("fp4"),
         multiprocessors=int(row["multiprocessors"]),
         l2_bytes=int(float(row["l2_mib"]) * 2**20),
         power_w=float(row["power_w"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -172,6 +173,8 @@ class PolicyFields:
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
         worst = next((s for s in supports if s.level != "native"), supports[0])
+        if worst.level == "native" and (beyond := self._beyond_units()):
+            worst = dataclasses.replace(worst, level="emulated", reason=f"torchao's MXFP8 layers have no {beyond}")
         if not self.lowers:
             return "native", worst.reason
         if worst.level == "impossible":
@@ -184,6 +187,13 @@ class PolicyFields:
         if self.arithmetic == "native" or self.op_lists == "device":
             return "native", self._native_reason(device, worst.level, worst.reason)
         return ("native" if worst.level == "native" else "emulated"), worst.reason
+
+    def _beyond_units(self) -> str:
+        """Return the field of a block format that only emulation has; empty if there is none."""
+        if self.gradient_rounding == "stochastic":
+            return "gradient_rounding=stochastic"
+        products = [name for name in self.bf16_products if split_product(name)[1] in ("forward", "dgrad")]
+        return f"bf16_products={'+'.join(products)}" if products else ""
 
     def _native_reason(self, device: Device, level: str, reason: str) -> str:
         # torch has slow 16-bit kernels for every CPU, but trains in FP8 on GPUs only.

@@ -36,7 +36,7 @@ FILES = {
     "runs/old/record.json": "{}",
     "a file": "",
 }
-POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
+POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8, fp8-block, mxfp8, mxfp4, nvfp4"
 RUN_OPTIONS = (
     "--policy, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
     "--fingerprints, -m, --out, --log-to, --json, --verbose"

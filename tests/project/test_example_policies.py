@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked_processes import in_fork
+from mezzo.policy import PRESETS
 from mezzo.records import CompareRecord, read_record
 from paths import ROOT
 
@@ -24,7 +25,7 @@ OTHER_ENVIRONMENTS = {"imagenet_mobilenetv3.py", "keras_mobilenetv3.py", "paddle
 """These need timm, Keras and Paddle."""
 WITHOUT_MASTERS = {"fp16-pure", "bf16-pure"}
 """They may fail: torch's AdamW has an eps that is 0 in FP16, and an average of weights beside the model keeps another format."""
-IN_TURNS = [policy for policy in POLICIES if policy not in {"fp32", "fp16", *WITHOUT_MASTERS}]
+IN_TURNS = [policy for policy in PRESETS if policy not in {"fp32", "fp16", *WITHOUT_MASTERS}]
 MADE_BEFORE = {
     "digits.py",
     "keras_digits.py",

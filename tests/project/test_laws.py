@@ -339,9 +339,10 @@ PINNED_ATTRIBUTES = {
     "Session": "accumulate autocast backward batches capture casting clip_norm clip_value device epoch explain grad_norm guardrails "
     "is_whole_loop load load_state_dict loss_scale masters models optimizers policy processes save scales schedulers skipped state "
     "state_dict step train_batch unscale update updates",
-    "Policy": "arithmetic arithmetic_on backoff_factor casting compute explain fp32 fp32_modules fp8_formats fp8_recipe gather "
-    "growth_factor growth_interval hysteresis init_scale load loss_scale lower lowers master_weights max_scale min_scale name norms of "
-    "op_lists parse reduce reduce_order replace required_formats storage to_toml widest world",
+    "Policy": "arithmetic arithmetic_on backoff_factor bf16_products casting compute end_layers explain fp32 fp32_modules fp8_formats "
+    "fp8_recipe gather gradient_rounding growth_factor growth_interval hadamard hysteresis in_blocks in_layers init_scale "
+    "load loss_scale lower lowers master_weights max_scale min_scale name norms of op_lists parse reduce reduce_order "
+    "replace required_formats scale_rule storage to_toml weight_blocks widest world",
     "AdamW": "begin_masters has_master keep_masters master master_weights parameters replaced set_master update",
     "SGD": "begin_masters has_master keep_masters master master_weights parameters replaced set_master update",
 }

@@ -100,7 +100,8 @@ def test_every_figure_was_printed_by_the_benchmark_that_it_names(line: readme.Li
 
 def test_every_picture_is_made_by_a_command() -> None:
     taken = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()}
-    drawn = {format_pictures.REACH, format_pictures.UPDATES, format_pictures.GRADIENT_VALUES}
+    pictures = format_pictures
+    drawn = {pictures.REACH, pictures.UPDATES, pictures.GRADIENT_VALUES, pictures.BLOCK_VALUES}
     assert taken == {THROUGHPUT, *drawn}
     assert f"predict_throughput --rows FILE --hold-out gpu-family --plot {THROUGHPUT}`" in PREDICTIONS
     assert re.search(r"^readme: .*\n\t.*python -m benchmarks readme$", (ROOT / "Makefile").read_text(), re.M)

@@ -331,5 +331,5 @@ def _use_low_layers(models: Sequence[nn.Module], policy: Policy, device_type: st
     num_converted, left_alone = low_layers.convert(models, policy, emulated=emulated) or (None, [])
     if num_converted == 0:
         why = "".join(f"; {choice.value}: {choice.reason}" for choice in left_alone)
-        message = f"policy {policy!s} computes no linear layer in {policy.compute} here, and all in {policy.storage.name}{why}"
+        message = f"policy {policy!s} computes no linear layer in {policy.compute.upper()} here, and all in {policy.storage.name}{why}"
         session_errors.warn(message)

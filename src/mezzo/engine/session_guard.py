@@ -179,7 +179,7 @@ def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Pol
     if not policy.lowers:
         return f"{policy!s} lowers nothing, so there is no safer policy"
     if policy.in_layers:
-        return f"layers were converted to {policy.compute} when the run began, and stay in it"
+        return f"layers were converted to {policy.compute.upper()} when the run began, and stay in it"
     if policy.casting == "model" and not policy.master_weights:
         return f"under {policy.name} the weights themselves are in 16 bits, and remain so"
     if policy.reduce == "fp16":

@@ -101,7 +101,7 @@ def check(policy: Policy) -> None:
     if policy.in_layers:
         allowed = ", ".join(name for name, preset in PRESETS.items() if not preset.in_layers)
         raise PolicyError(
-            f"policy {policy!s} asks for {policy.compute}, which paddle.amp does not train in; allowed: {allowed}",
+            f"policy {policy!s} asks for {policy.compute.upper()}, which paddle.amp does not train in; allowed: {allowed}",
             hint="choose one of them",
         )
 

@@ -32,7 +32,9 @@ def settings_of(job: PatchJob) -> PaddlePrecision:
     """
     policy = job.policy
     if policy.in_layers:
-        unclear(f"policy {policy}: paddle.amp does not train in {policy.compute}", "choose a policy in FP16 or BF16")
+        unclear(
+            f"policy {policy}: paddle.amp does not train in {policy.compute.upper()}", "choose a policy in FP16 or BF16"
+        )
     native, missing = to_paddle(policy), not_honoured(policy)
     refused = [left.choice for left in missing if not left.same_steps]
     if refused:

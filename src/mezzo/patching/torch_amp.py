@@ -26,7 +26,7 @@ def why_not_expressed(policy: Policy) -> str:
     if policy.casting == "model":
         return "torch.amp keeps weights in FP32; it has no 16-bit weights"
     if policy.in_layers:
-        return f"torch.amp has no {policy.compute}"
+        return f"torch.amp has no {policy.compute.upper()}"
     if policy.loss_scale == "static":
         return "torch.amp has no static loss scale"
     preset, given = vars(PRESETS[policy.name]), vars(policy)

@@ -89,6 +89,8 @@ if TYPE_CHECKING:
     from mezzo.commands.predict.record import PredictRecord as PredictRecord
     from mezzo.commands.predict.record import RealGpus as RealGpus
     from mezzo.commands.ranges.record import GRADIENTS as GRADIENTS
+    from mezzo.commands.ranges.record import BlockLoss as BlockLoss
+    from mezzo.commands.ranges.record import BlockOperand as BlockOperand
     from mezzo.commands.ranges.record import Casts as Casts
     from mezzo.commands.ranges.record import FormatLimits as FormatLimits
     from mezzo.commands.ranges.record import Histogram as Histogram

@@ -115,7 +115,12 @@ class Memory(Value):
 _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
 """A smaller share of the FLOPs does not count as the script's own precision."""
-_FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
+_FP8_FORMATS = frozenset(("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+_FORMATS_OF_LAYERS = {
+    **dict.fromkeys(("fp8", "fp8-block"), _FP8_FORMATS),
+    **{name: frozenset((name,)) for name in ("mxfp8", "mxfp4", "nvfp4")},
+}
+"""What products count as in the linear layers of a policy whose other operations are in 16 bits."""
 WIDE_POLICIES = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
@@ -394,8 +399,8 @@ class RunRecord(WholeRecord, NamedByPolicy):
     def no_effect(self) -> str:
         """What the policy failed to do, as the end of a sentence about it; empty if it took effect.
 
-        It lowered nothing if no counted matrix product ran below 32 bits (in a step without products: no operation at all). An FP8
-        policy may lower all products to 16 bits and none to FP8.
+        It lowered nothing if no counted matrix product ran below 32 bits (in a step without products: no operation at all). A policy
+        of linear layers may lower all products to 16 bits and none further.
         """
         name, effective = self.policy.split(":")[0], self.effective
         if name in (AS_IS, *_LOWER_NOTHING):
@@ -404,8 +409,9 @@ class RunRecord(WholeRecord, NamedByPolicy):
             return ""  # what was not counted may have been lowered
         if not effective.lowered and (effective.flops_by_format or effective.num_lowered == 0):
             return "changed nothing"
-        if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
-            return "computed nothing in FP8"
+        of_layers = _FORMATS_OF_LAYERS.get(name)
+        if of_layers is not None and effective.flops_by_format and not of_layers & set(effective.flops_by_format):
+            return f"computed nothing in {name.upper()}"
         return ""
 
 

@@ -40,6 +40,7 @@ def record(gradients: list[float], *, policy: str = "fp16", name: str = "head.we
         },
         swallowed={f"Net.{name}": [4, 1, 3]},
         lowered={("weight gradients", f"Net.{name}"), ("activations", "Net.head")},
+        blocks={},
         steps=[1, 2],
         forced_eager=True,
         updates_seen=True,
@@ -155,3 +156,35 @@ def test_names_are_text_and_a_failed_run_says_why() -> None:
     assert shown(failed).splitlines()[0] == "train.py failed before a step could be recorded"
     assert "error: KeyError: 'x'" in shown(failed)
     assert "KeyError: &#39;x&#39;" in render_html(failed)
+
+
+def test_a_policy_in_blocks_is_answered_by_its_errors() -> None:
+    rows = {
+        ("Net.up", "forward", "activation", "mxfp4"): [100.0, 5.0, 0.0, 0.0, 0.01, 1.0],
+        ("Net.up", "forward", "weight", "mxfp4"): [50.0, 0.0, 0.0, 0.0, 0.0016, 1.0],
+        ("Net.up", "dgrad", "gradient", "mxfp4"): [100.0, 20.0, 3.0, 2.0, 0.0625, 1.0],
+        ("Net.up", "dgrad", "gradient", "mxfp8"): [100.0, 1.0, 0.0, 0.0, 0.0004, 1.0],
+    }
+    seen = ObservedValues(
+        counts={("weight gradients", "Net.up.weight"): counts([0.5])},
+        swallowed={},
+        blocks=rows,  # type: ignore[arg-type]
+        lowered=set(),
+        steps=[1],
+        forced_eager=False,
+        updates_seen=True,
+        models=["Net"],
+    )
+    run = build.run_record("fp32", num_steps=1, script="examples/train.py", command=["mezzo", "ranges", "train.py"])
+    own = ranges_record(run, seen, policy=Policy.parse("mxfp4"))
+    text = " ".join(shown(own).split())
+    assert (
+        "mxfp4 would round activations by 10.0%, weights by 4.0% and gradients by 25.0% in the linear layers of train.py"
+        in text
+    )
+    assert "The most in up.dgrad: 25.0%. In other formats and by other rules: below." in text
+    row = next(line for line in shown(own, width=160).splitlines() if line.split()[:2] == ["mxfp4", "10.0%"])
+    assert row.split() == ["mxfp4", "10.0%", "4.0%", "25.0%", "20.0%", "1.2%", "0.8%", "up.dgrad", "(25.0%)"]
+    page = render_html(own)
+    assert "Products in mxfp4" in page
+    assert "Loss scale by format" in page

@@ -8,7 +8,7 @@ What is held to the bit, and what is not:
   product here and agree to the bit on the machines tried; only the order of a sum is the library's own affair, so the tests
   allow one unit in the last place in 3 of 1000 elements.
 
-No GPU is needed: torchao emulates its own layers (``emulate=True``), which one private function of ``fp8layers`` sets here.
+No GPU is needed: torchao emulates its own layers (``emulate=True``), which one function of ``low_layers`` sets here.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from helpers_engine import (
 )
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
-from mezzo.engine.matrix_units import emulation
-from mezzo.engine.matrix_units import native_units as fp8layers
+from mezzo.engine.matrix_units import emulation, low_layers, native_units
 from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, Scaling
 from mezzo.formats import FP32 as FP32_FORMAT
 from mezzo.formats import RECIPES as TABLE
@@ -52,7 +51,7 @@ from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
 
-ao = pytest.importorskip("torchao.float8", reason="needs pip install 'torchao>=0.17'")
+ao = pytest.importorskip("torchao.float8", reason="needs pip install 'torchao>=0.18'")
 from torchao.float8 import float8_scaling_utils  # noqa: E402
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -300,13 +299,13 @@ def test_weights_with_one_dimension_and_empty_batches(recipe: str) -> None:
 def fp8_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this CPU pass for a device with FP8 units: torchao computes their products in FP32."""
     monkeypatch.setattr(Policy, "arithmetic_on", lambda self, device: ("native", "the test says so"))
-    monkeypatch.setattr(fp8layers, "_config", lambda policy: emulated_config(policy.fp8_recipe))
+    monkeypatch.setattr(low_layers, "float8_config", lambda policy: emulated_config(policy.fp8_recipe))
 
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small layers count as large enough to gain."""
-    monkeypatch.setattr(fp8layers, "_too_small", lambda outputs, inputs, recipe: False)
+    monkeypatch.setattr(low_layers, "_too_small", lambda outputs, inputs, recipe: False)
 
 
 def network() -> nn.Sequential:
@@ -484,7 +483,7 @@ def test_products_get_rows_in_multiples_of_16(rows: tuple[int, ...]) -> None:
 
     x = randn(*rows, 16).to(BF16).requires_grad_()
     with torch.autocast("cpu", dtype=BF16):
-        y = fp8layers._in_fp8(call, layer, BF16, x)
+        y = native_units.in_float8(call, layer, BF16, x)
     assert seen == [16]
     assert same_bits([y], [F.linear(x.float(), layer.weight, layer.bias).to(BF16)])
     start = randn(*rows, 32, seed=1).to(BF16)
@@ -572,7 +571,7 @@ class Blocks(nn.Module):
 
 
 SMALL = "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)"
-OWN = "it has code of its own, which a layer in FP8 would not run"
+OWN = "it has code of its own, which a layer in fewer bits would not run"
 LEFT = [
     ("2 x blocks.*.up (16 to 64), 2 x blocks.*.down (64 to 16)", SMALL),
     ("odd (17 to 1040)", "a size is not a multiple of 16, which FP8 matrix units require"),
@@ -621,8 +620,11 @@ def test_sizes_that_gain_are_those_of_torchaos_filter(recipe: str) -> None:
     edges = [16, 1008, 1024, 1040, 2048, 2064, 4096, 4112, 8192, 1000]
     with torch.device("meta"):
         layers = [nn.Linear(inputs, outputs) for inputs in edges for outputs in edges]
-    policy = Policy.parse(f"fp8:fp8_recipe={recipe}")
-    ours = [fp8layers._why_not(layer, policy) is None for layer in layers]
+    Policy.parse(f"fp8:fp8_recipe={recipe}")
+    ours = [
+        low_layers.fault_of_sizes(layer.out_features, layer.in_features, TABLE[recipe, "ocp"]) is None
+        for layer in layers
+    ]
     assert ours == [takes(layer, "") for layer in layers]
     assert 0 < sum(ours) < len(ours)
 
@@ -653,7 +655,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
         "policy fp8 computes linear layers in FP8 with torchao, which cannot be imported ("
     )
     assert caught.value.hint == (
-        "pip install 'torchao>=0.17'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16"
+        "pip install 'torchao>=0.18'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16"
     )
     assert kinds(model) == ["Linear"] * 3
 

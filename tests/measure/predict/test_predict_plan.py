@@ -217,7 +217,14 @@ def test_a_policy_that_cannot_be_predicted_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "recorded"),
-    [("tf32", "fp32"), ("bf16", "fp16"), ("bf16-master", "fp16-master"), ("fp16-pure", "fp16-pure"), ("fp8", "fp16")],
+    [
+        ("tf32", "fp32"),
+        ("bf16", "fp16"),
+        ("bf16-master", "fp16-master"),
+        ("fp16-pure", "fp16-pure"),
+        ("fp8", "fp16"),
+        ("nvfp4", "fp16"),
+    ],
 )
 def test_policies_that_share_a_tape(policy: str, recorded: str) -> None:
     assert recorded_as(policy) == recorded
@@ -225,6 +232,8 @@ def test_policies_that_share_a_tape(policy: str, recorded: str) -> None:
 
 def test_fp8_needs_units_and_says_which_layers_use_them(tapes: dict[str, Tapes]) -> None:
     assert impossible(gpu_named("a100"), "fp8") == "A100-SXM4-80GB has no units for fp8"
+    assert impossible(gpu_named("h100"), "mxfp8") == "H100-SXM5-80GB has no units for mxfp8"
+    assert [impossible(gpu_named("b200"), name) for name in ("mxfp8", "nvfp4", "fp8-block")] == [""] * 3
     found = predict(tapes, gpu_named("h100"), "fp8", batch=64)
     assert found.reason.startswith(
         "1 of 2 linear layers runs in FP8, the others in BF16 (1: the last layer). They take "

@@ -80,7 +80,7 @@ GROUPS = ProductSize(64, 9, 1, 1, 1)
         (_operation("bf16", flops=FLOPS, shape=FULL, unaligned=True), A100, True, 3 * FLOPS / 312e12),
         (_operation("fp32", flops=FLOPS, shape=FULL, unaligned=True), A100, True, 3 * FLOPS / 156e12),
         (_operation("fp32", flops=FLOPS, shape=FULL, unaligned=True), A100, False, FLOPS / 19.5e12),
-        (_operation("fp8", flops=FLOPS, shape=FULL), H100, True, FLOPS / 1979e12),
+        (_operation("fp8", flops=FLOPS, shape=FULL), H100, True, FLOPS / 1979e12 / 0.75),
     ],
 )
 def test_seconds_of_one_operation(operation: CostedOperation, gpu: Gpu, tf32: bool, seconds: float) -> None:

@@ -22,6 +22,7 @@ def seen(seed: int, **fields: Any) -> ObservedValues:
         "counts": {(WEIGHTS, "m.weight"): Counts(table)},
         "lowered": {(WEIGHTS, "m.weight")},
         "swallowed": {"m.weight": [10, 2, seed]},
+        "blocks": {("m", "dgrad", "gradient", "mxfp8"): [10.0, seed, 0.0, 0.0, 0.5, 2.0]},
         "steps": [1, 2],
         "forced_eager": False,
         "updates_seen": True,
@@ -46,4 +47,5 @@ def test_the_values_of_all_processes_add_up() -> None:
     assert list(both.counts[UPDATES, "m.bias"].table) == [1] * BINS
     assert both.lowered == {(WEIGHTS, "m.weight"), (UPDATES, "m.bias")}
     assert both.swallowed == {"m.weight": [20, 4, 3]}
+    assert both.blocks == {("m", "dgrad", "gradient", "mxfp8"): [20.0, 3, 0.0, 0.0, 1.0, 4.0]}
     assert (both.forced_eager, both.updates_seen, both.steps) == (True, True, [1, 2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from mezzo.records import (
     GRADIENTS,
+    BlockLoss,
+    BlockOperand,
     Histogram,
     KindRange,
     RangesRecord,
@@ -59,6 +61,7 @@ def page(record: RangesRecord) -> Page:
         script=fmt.clean(record.run.script),
         answer=_answer(record, script),
         sections=[
+            *_in_blocks(record),
             Section(title="Loss scale by format", blocks=[windows, Paragraph(text=_method(record), faint=True)]),
             facts_section("Consequences", pages.facts(record.notes)),
             facts_section(
@@ -118,6 +121,10 @@ def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> 
     form = fmt.clean(record.format)
     if pages.error_text(record.run) and not record.steps_watched:
         return f"{script} failed before a step could be recorded"
+    if _own_blocks(record):
+        own = _own_blocks(record)
+        errors = [f"{name}s by {fmt.share_text(_relative_error(_of(own, name)))}" for name in _OPERANDS]
+        return f"{fmt.clean(record.policy_shown)} would round {', '.join(errors[:-1])} and {errors[-1]} in the linear layers of {script}"
     if window is None or window.lowest is None:
         if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):
             return (
@@ -132,6 +139,9 @@ def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> 
 
 
 def _details(record: RangesRecord, window: ScaleWindow | None) -> str:
+    if _own_blocks(record):
+        worst, error = _worst_product(_own_blocks(record))
+        return f"The most in {fmt.clean(worst)}: {fmt.share_text(error)}. In other formats and by other rules: below."
     if window is None or window.lowest is None:
         return ""
     if window.empty:
@@ -166,6 +176,83 @@ def _window_row(window: ScaleWindow) -> tuple[str | Cell, ...]:
         fmt.share_text(window.lost),
         fmt.clean(window.reason),
     )
+
+
+_OPERANDS: tuple[BlockOperand, ...] = ("activation", "weight", "gradient")
+
+
+def _in_blocks(record: RangesRecord) -> list[Section]:
+    """Return what every format in blocks and rule of scales would lose, and for the policy's own the layers."""
+    own = _own_blocks(record)
+    if not own:
+        return []
+    by_policy = {row.policy: [one for one in record.blocks if one.policy == row.policy] for row in record.blocks}
+    heads = (
+        "policy",
+        *(f"{name}s" for name in _OPERANDS),
+        "zeroed gradients",
+        "saturated",
+        "scale at its end",
+        "worst product",
+    )
+    rows = [_blocks_row(policy, losses) for policy, losses in by_policy.items()]
+    method = (
+        "Error of the operands of linear layers' products, relative to their values (root mean square), each in blocks along its own sum. "
+        "Saturated: beyond the largest element of its block. At its end: in a block whose scale is beyond the range of the scales' format."
+    )
+    layers = Grid(
+        heads=("layer", "product", "operand", "error", "zeroed", "saturated"),
+        rows=[
+            (fmt.clean(one.layer), one.product, one.operand, fmt.share_text(one.relative_error), *_shares(one))
+            for one in sorted(own, key=lambda one: -one.relative_error)
+        ],
+        numbers=(3, 4, 5),
+    )
+    return [
+        Section(title="In blocks", blocks=[Grid(heads=heads, rows=rows), Paragraph(text=method, faint=True)]),
+        Section(title=f"Products in {fmt.clean(own[0].policy)}", blocks=[layers], shown_in="page", folded=True),
+    ]
+
+
+def _blocks_row(policy: str, losses: Sequence[BlockLoss]) -> tuple[str, ...]:
+    worst, error = _worst_product(losses)
+    return (
+        fmt.clean(policy),
+        *(fmt.share_text(_relative_error(_of(losses, operand))) for operand in _OPERANDS),
+        _share(_of(losses, "gradient"), "zeroed"),
+        _share(losses, "saturated"),
+        _share(losses, "at_end"),
+        f"{fmt.clean(worst)} ({fmt.share_text(error)})",
+    )
+
+
+def _own_blocks(record: RangesRecord) -> list[BlockLoss]:
+    """Return the losses under the judged policy."""
+    return [one for one in record.blocks if one.policy == record.policy]
+
+
+def _of(losses: Sequence[BlockLoss], operand: BlockOperand) -> list[BlockLoss]:
+    return [one for one in losses if one.operand == operand]
+
+
+def _worst_product(losses: Sequence[BlockLoss]) -> tuple[str, float]:
+    """Return the product with the operand that is rounded most, and that operand's error."""
+    one = max(losses, key=lambda loss: loss.relative_error)
+    return f"{one.layer}.{one.product}", one.relative_error
+
+
+def _relative_error(losses: Sequence[BlockLoss]) -> float:
+    square = sum(one.square for one in losses)
+    return (sum(one.error for one in losses) / square) ** 0.5 if square else 0.0
+
+
+def _share(losses: Sequence[BlockLoss], count: str) -> str:
+    total = sum(one.values for one in losses)
+    return fmt.share_text(sum(getattr(one, count) for one in losses) / total) if total else fmt.MISSING
+
+
+def _shares(loss: BlockLoss) -> tuple[str, str]:
+    return _share([loss], "zeroed"), _share([loss], "saturated")
 
 
 def _ends(window: ScaleWindow | None) -> list[Fact]:

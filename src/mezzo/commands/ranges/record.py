@@ -111,6 +111,35 @@ class ScaleWindow(Value):
         return self.lowest is not None and self.highest is not None and self.lowest > self.highest
 
 
+BlockOperand: TypeAlias = Literal["activation", "weight", "gradient"]
+
+
+class BlockLoss(Value):
+    """What a format in blocks loses of one operand of one product of a linear layer."""
+
+    layer: str
+    product: Literal["forward", "dgrad", "wgrad"]
+    operand: BlockOperand
+    policy: str
+    """The policy whose format and rule of scales it is."""
+    values: int
+    """Values that are not zero."""
+    zeroed: int
+    saturated: int
+    """Values beyond the largest element of their block."""
+    at_end: int
+    """Values in blocks whose scale is beyond the range of the scales' format."""
+    error: float
+    """Sum of the squares of the differences."""
+    square: float
+    """Sum of the squares of the values."""
+
+    @property
+    def relative_error(self) -> float:
+        """The root mean square of the error, relative to the values'."""
+        return (self.error / self.square) ** 0.5 if self.square else 0.0
+
+
 class UpdateLoss(Value):
     """Weight updates that rounding would lose if the weights were in a format, without master weights."""
 
@@ -149,6 +178,8 @@ class RangesRecord(WholeRecord):
     tensors: list[TensorRange] = []
     windows: list[ScaleWindow] = []
     updates: list[UpdateLoss] = []
+    blocks: list[BlockLoss] = []
+    """Under a policy in blocks: what every format in blocks and rule of scales would lose."""
     notes: list[Note] = []
     """Consequences of the values, and what was not recorded."""
 

@@ -75,14 +75,12 @@ def in_blocks(x: Tensor, fmt: Format, *, along: int, seed: Tensor | None = None)
     assert fmt.scaling is not None
     rows, columns = x.shape
     high, wide = fmt.scaling.tile(along)
-    missing = (0, -columns % wide, 0, -rows % high)
-    padded = F.pad(x.float(), missing)
-    tiles = padded.view(-(-rows // high), high, -(-columns // wide), wide)
+    tiles = in_tiles(x.float(), high, wide)
     noise = None
     if seed is not None:
         at = torch.arange(rows * columns, device=x.device).view(rows, columns)
-        noise = F.pad((mix((at + seed) & 0xFFFFFFFF) >> 16).float() * 2.0**-16, missing).view_as(tiles)
-    amax, encode = tiles.abs().amax(dim=(1, 3), keepdim=True), tensor_scale(x, fmt)
+        noise = in_tiles((mix((at + seed) & 0xFFFFFFFF) >> 16).float() * 2.0**-16, high, wide)
+    amax, encode = tiles.abs().amax(3, keepdim=True).amax(1, keepdim=True), tensor_scale(x, fmt)
     factor, scale = _factors(amax, fmt) if encode is None else _under_tensor(amax, fmt, encode)
     elements = round_elements(tiles * factor, fmt, noise=noise)
     if fmt.scaling.rule == "four_or_six":
@@ -91,7 +89,28 @@ def in_blocks(x: Tensor, fmt: Format, *, along: int, seed: Tensor | None = None)
         four = round_elements(tiles * factor, fmt, noise=noise)
         is_four = _error(four * wider, tiles) < _error(elements * scale, tiles)
         elements, scale = torch.where(is_four, four, elements), torch.where(is_four, wider, scale)
-    return Blocks(*(t.expand_as(tiles).reshape(padded.shape)[:rows, :columns] for t in (elements, scale)))
+    whole = tiles.shape[0] * high, tiles.shape[2] * wide
+    return Blocks(*(t.expand_as(tiles).reshape(whole)[:rows, :columns] for t in (elements, scale)))
+
+
+def block_scales(x: Tensor, fmt: Format, *, along: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix in blocks, the scale of each block, and its largest magnitude; arguments as for ``rounded``.
+
+    The shapes are (blocks down, rows, blocks across, columns), with one row and column for scales and magnitudes. Zeros complete the
+    last blocks. Under ``four_or_six`` the largest magnitude is mapped to 6.
+    """
+    assert fmt.scaling is not None
+    tiles = in_tiles(x.float(), *fmt.scaling.tile(along))
+    amax, encode = tiles.abs().amax(3, keepdim=True).amax(1, keepdim=True), tensor_scale(x, fmt)
+    _, scales = _factors(amax, fmt) if encode is None else _under_tensor(amax, fmt, encode)
+    return tiles, scales, amax
+
+
+def in_tiles(x: Tensor, high: int, wide: int) -> Tensor:
+    """Return a matrix as (tiles down, rows, tiles across, columns), completed with zeros."""
+    rows, columns = x.shape
+    padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
+    return padded.view(-(-rows // high), high, -(-columns // wide), wide)
 
 
 def _error(found: Tensor, exact: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from mezzo.engine.casts import conversion
 from mezzo.engine.matrix_units.block_linear import LayerPlan, linear
 from mezzo.engine.matrix_units.emulation import Emulation
-from mezzo.engine.matrix_units.native_units import float8_config, in_float8, lowers, use_float8
+from mezzo.engine.matrix_units.native_units import (
+    MxLinear,
+    float8_config,
+    in_float8,
+    lowers,
+    mxfp8_linear,
+    use_float8,
+)
 from mezzo.explain import Choice
 from mezzo.formats import FP32, Recipe
 from mezzo.policy import Policy
@@ -38,6 +45,7 @@ _LAST = "the last linear layer: its errors reach the loss undamped"
 _LAST_IN_BLOCKS = f"{_LAST}; end_layers=compute includes it"
 _OWN_CODE = "it has code of its own, which a layer in fewer bits would not run"
 _OTHER_DTYPE = "its weight is in a format that is never cast"
+_OF_TRANSFORMER_ENGINE = "a layer of TransformerEngine, whose own recipe decides in which format it computes"
 _IN_FP32 = "the policy keeps it in FP32"
 _IN_BF16 = "the policy keeps it in BF16"
 _Judged = list[tuple[str, nn.Linear, str | None]]
@@ -69,8 +77,9 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
         if not recipe.by_layer:
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
-            use_blocks(layer, LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy)), policy)
-    return len(chosen), _left_alone(judged)
+            plan = LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy))
+            use_blocks(layer, plan, policy, product=None if emulated else mxfp8_linear(policy))
+    return len(chosen), _left_alone(judged, policy)
 
 
 def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, LayerPlan]]:
@@ -88,9 +97,9 @@ def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, Laye
     }
 
 
-def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy) -> None:
-    """Make a layer compute in blocks in regions of ``policy``."""
-    conversion.wrap(layer, _in_blocks, layer, plan, policy.storage.dtype)
+def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy, *, product: MxLinear | None = None) -> None:
+    """Make a layer compute in blocks in regions of ``policy``, by the device's ``product`` if it has one, else emulated."""
+    conversion.wrap(layer, _in_blocks, layer, plan, product, policy.storage.dtype)
 
 
 def _chosen(judged: _Judged) -> list[tuple[str, nn.Linear]]:
@@ -111,7 +120,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
     reason = f"torchao's {policy.fp8_recipe} recipe on the GPU's FP8 units"
     if recipe.by_layer:
         reason = "their products are emulated, with every rounding of a GPU's units"
-    return [Choice(what=what, value=gaining, reason=reason), *_left_alone(judged)]
+    return [Choice(what=what, value=gaining, reason=reason), *_left_alone(judged, policy)]
 
 
 def _in_16_bits(name: str, policy: Policy) -> frozenset[LayerProduct]:
@@ -136,12 +145,22 @@ def _check_products(models: Sequence[nn.Module], policy: Policy) -> None:
 def _judged(model: nn.Module, policy: Policy, recipe: Recipe) -> _Judged:
     names = conversion.module_names(model) or {"the model": model}
     layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
+    foreign = {
+        name: cast(nn.Linear, module) for name, module in names.items() if _of_transformer_engine(module)
+    }  # for its sizes
     in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
     ends = _ends(list(layers.values()), policy, recipe)
-    return [
+    judged = [
         (name, layer, _IN_FP32 if layer in in_fp32 else ends.get(layer) or _why_not(name, layer, policy, recipe))
         for name, layer in layers.items()
     ]
+    return [*judged, *((name, layer, _OF_TRANSFORMER_ENGINE) for name, layer in foreign.items())]
+
+
+def _of_transformer_engine(module: nn.Module) -> bool:
+    """Return whether a module is one of TransformerEngine's linear layers, by the name of its class' module: it is not installed here."""
+    ours = type(module).__module__.partition(".")[0] == "transformer_engine"
+    return ours and not isinstance(module, nn.Linear) and {"in_features", "out_features"} <= set(vars(module))
 
 
 def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[nn.Linear, str]:
@@ -152,7 +171,8 @@ def _ends(layers: Sequence[nn.Linear], policy: Policy, recipe: Recipe) -> dict[n
 
 
 def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str | None:
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
+    kind = _class_before_sharding(layer) if recipe.by_layer else type(layer)
+    plain = kind is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
     if not plain and not _is_converted(layer):
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
@@ -163,6 +183,12 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
     if fault is None:
         return None
     return _sizes(recipe) if fault == "not multiples" else _least_sizes(recipe)
+
+
+def _class_before_sharding(layer: nn.Module) -> type:
+    """Return a module's class, without the one that ``fully_shard`` puts before it."""
+    kinds = type(layer).__mro__
+    return next(kind for kind in kinds if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
 
 
 def _sizes(recipe: Recipe) -> str:
@@ -191,7 +217,7 @@ def _least_sizes(recipe: Recipe) -> str:
     return f"too small to gain: no more than {', or '.join(limits)} (torchao's measurements on H100s)"
 
 
-def _left_alone(judged: Iterable[_Judged]) -> list[Choice]:
+def _left_alone(judged: Iterable[_Judged], policy: Policy) -> list[Choice]:
     """Return one choice per reason; layers of one size whose names differ only in numbers are grouped."""
     by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, layer, reason in (one for of_model in judged for one in of_model):
@@ -199,7 +225,11 @@ def _left_alone(judged: Iterable[_Judged]) -> list[Choice]:
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), f"({layer.in_features} to {layer.out_features})"
             by_reason.setdefault(reason, {}).setdefault(alike, []).append(name)
     return [
-        Choice(what="not in few bits", value=", ".join(_group_text(*group) for group in groups.items()), reason=reason)
+        Choice(
+            what=f"not in {policy.compute}",
+            value=", ".join(_group_text(*group) for group in groups.items()),
+            reason=reason,
+        )
         for reason, groups in by_reason.items()
     ]
 
@@ -218,12 +248,16 @@ def _is_converted(layer: nn.Module) -> bool:
     return False
 
 
-def _in_blocks(call: Any, layer: nn.Linear, plan: LayerPlan, low: torch.dtype, input: Tensor) -> Tensor:
-    """Run a layer in blocks in the session's region; elsewhere as ``call`` does."""
+def _in_blocks(
+    call: Any, layer: nn.Linear, plan: LayerPlan, product: MxLinear | None, low: torch.dtype, input: Tensor
+) -> Tensor:
+    """Run a layer in blocks in the session's region, by torchao's ``product`` or emulated; elsewhere as ``call`` does."""
     if not lowers(layer, low, input):
         y: Tensor = call(input)
         return y
     with torch.autocast(input.device.type, enabled=False):  # the emulation's own products are not to be cast
+        if product is not None:
+            return product(input.to(low), layer.weight, layer.bias, with_hp="wgrad" in plan.in_16_bits)
         run = functools.partial(linear, plan=plan)
         y = Emulation(name="linear", format=plan.format_of("forward"), recipe=plan.recipe, run=run)(
             input.to(low), layer.weight, layer.bias

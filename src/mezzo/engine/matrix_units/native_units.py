@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from mezzo.engine.casts import conversion
 from mezzo.errors import UnsupportedFormatError
-from mezzo.formats import FP64
+from mezzo.formats import FP64, MX_BLOCK
 from mezzo.policy import Policy
+from mezzo.policyfields import recipe_of
 
 _MULTIPLE = 16
 
@@ -41,9 +42,62 @@ def float8_config(policy: Policy) -> Any:
     except ImportError as error:
         raise UnsupportedFormatError(
             f"policy {policy!s} computes linear layers in FP8 with torchao, which cannot be imported ({error})",
-            hint="pip install 'torchao>=0.17'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
+            hint="pip install 'torchao>=0.18'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
         ) from None
     return Float8LinearConfig.from_recipe_name(policy.fp8_recipe)
+
+
+class MxLinear(Protocol):
+    """A linear layer that torchao computes in MXFP8."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, with_hp: bool) -> Tensor:
+        """Return the result in the format of ``x``; ``with_hp`` computes the weight's gradient in that format as well."""
+
+
+def mxfp8_linear(policy: Policy) -> MxLinear:
+    """Return torchao's MXFP8 layer with the policy's rule of scales.
+
+    Raises:
+        UnsupportedFormatError: torchao cannot be imported, or has no such layer.
+    """
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats.config import (
+            MXFP8Dim0CastKernelChoice,
+            MXFP8Dim1CastKernelChoice,
+            ScaleCalculationMode,
+        )
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    except ImportError as error:
+        raise UnsupportedFormatError(
+            f"policy {policy!s} computes linear layers in MXFP8 with torchao, which cannot be imported ({error})",
+            hint="pip install 'torchao>=0.18'; or set arithmetic=emulated for MXFP8's numerics without its speed, or use policy bf16",
+        ) from None
+    recipe = recipe_of(policy)
+    assert recipe is not None
+    assert recipe.values.scaling is not None
+    mode = ScaleCalculationMode(recipe.values.scaling.rule)
+    e4m3, (product, by_rows, by_columns) = recipe.values.dtype, MX_KERNELS
+    kernels, casts = (
+        KernelPreference(product),
+        (MXFP8Dim0CastKernelChoice(by_rows), MXFP8Dim1CastKernelChoice(by_columns)),
+    )
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_hp: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        missing = -len(rows) % MX_BLOCK  # the gradient of the weight sums over rows, in blocks
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        wide: Tensor = mx_mm.apply(
+            padded, weight.to(x.dtype), e4m3, e4m3, e4m3, MX_BLOCK, kernels, *casts, mode, with_hp
+        )
+        y = wide[: len(rows)].reshape(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return linear
+
+
+MX_KERNELS = ("auto", "triton", "cuda")
+"""torchao's names of the GPU's kernels: of the product, and of casts along rows and columns."""
 
 
 def use_float8(layer: nn.Linear, config: Any, policy: Policy, *, converted: bool) -> None:

@@ -191,6 +191,7 @@ class Ranges(StepObserver):
             counts={key: Counts(table.tolist()) for key, table in self._values.kept.items()},
             lowered=self._lowered,
             swallowed={name: row.tolist() for name, row in self._swallowed.kept.items()},
+            blocks={},  # Paddle has no policies in blocks
             steps=self.watched,
             forced_eager=False,
             updates_seen=self._updates,

@@ -18,6 +18,7 @@ from mezzo.engine.session_guard import policy_note
 from mezzo.errors import PolicyError, UnsupportedFormatError
 from mezzo.launch.torch.notes import RunNotes
 from mezzo.policy import Policy
+from mezzo.policyfields import split_product
 from mezzo.records import Note
 
 _FP32_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
@@ -166,4 +167,6 @@ class ScriptPrecision:
         """Raise if a pattern of the policy has matched no module by the time of the first update."""
         if self._unmatched:
             names = [n for root in roots for n in conversion.module_names(root)]
-            raise conversion.no_such_module(sorted(self._unmatched)[0], names)
+            first = sorted(self._unmatched)[0]
+            product = self.effective is not None and first in self.effective.bf16_products
+            raise conversion.no_such_module(split_product(first)[0] if product else first, names)

@@ -109,7 +109,7 @@ def to_record(policies: Sequence[str]) -> list[str]:
 
 def recorded_as(policy: str) -> str:
     """Return the policy whose tape ``policy`` shares: TF32 runs what FP32 runs, and both 16-bit formats run the same."""
-    if policy == "fp8":
+    if PRESETS[policy].in_layers:
         return "fp16"
     return "fp32" if policy == "tf32" else policy.replace("bf16", "fp16")
 
@@ -167,7 +167,7 @@ def predict(
     if not is_fp32:
         in_fp32 = None if memory is None else _unlimited(tapes["fp32"], batch, conditions, "fp32")
         share = None if memory is None or in_fp32 is None else memory.reserved_bytes / in_fp32.reserved_bytes
-        over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
+        over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if PRESETS[policy].in_layers else None
         sentence = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
     return Prediction(
         gpu=gpu.name,
@@ -289,15 +289,17 @@ def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> 
 
 def impossible(gpu: Gpu, policy: str) -> str:
     """Return why ``gpu`` cannot run ``policy``; empty if it can."""
-    half = policy.split("-")[0]
-    if half in ("fp16", "bf16", "fp8") and gpu.flops_per_s(half) is None:
-        return f"{gpu.label} has no units for {half}"
+    compute = PRESETS[policy].compute
+    if PRESETS[policy].lowers and gpu.flops_per_s(compute) is None:
+        return f"{gpu.label} has no units for {compute}"
     return ""
 
 
 def failure(policy: str, refused: Mapping[str, str]) -> str:
     """Return how a script fails under ``policy``, from its errors under recorded policies; empty if it does not."""
-    own = refused.get("bf16" if policy == "fp8" else policy, "")  # FP8 leaves the other operations in BF16
+    own = refused.get(
+        "bf16" if PRESETS[policy].in_layers else policy, ""
+    )  # few bits leave the other operations in BF16
     if own:
         return f"fails under {policy}: {own}"
     traced = recorded_as(policy)
@@ -313,7 +315,7 @@ def verdict(
     *,
     over_bf16: float | None = None,
 ) -> str:
-    """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
+    """Return in one sentence whether ``policy`` is worth using; 8 and 4 bits must be worth using instead of BF16."""
     if over_bf16 is not None:
         word = "Worth it" if over_bf16 >= WORTH_SWITCHING else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
         same = "" if memory_share is None else ", with BF16's memory"

@@ -10,8 +10,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.low_layers import SizeFault, fault_of_sizes
-from mezzo.formats import RECIPE_NAMES, RECIPES
+from mezzo.engine.matrix_units.low_layers import fault_of_sizes
+from mezzo.formats import Recipe
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.host import SERVER, Host
@@ -20,6 +20,7 @@ from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import CostedOperation, TrainingTape
 from mezzo.measure.predict.tiles import Array
 from mezzo.measure.predict.time import (
+    FP4,
     FP8,
     HALF_FORMATS,
     LATENCY_S,
@@ -31,6 +32,8 @@ from mezzo.measure.predict.time import (
     longer_of,
     operation_bounds,
 )
+from mezzo.policy import PRESETS, Policy
+from mezzo.policyfields import recipe_of
 from mezzo.records import ModuleShare
 
 ALONE = GpuGroup()
@@ -86,7 +89,8 @@ class PredictedStep:
         self.communication_s = job.communication_s(tape, gpu)
         self.tape = job.tape_of_rank(tape)
         ops, constants = Columns.of(self.tape.operations), fitted().constants
-        half = "bf16" if policy == FP8 else policy.split("-")[0]  # FP8 leaves the other operations in BF16
+        recipe = recipe_of(PRESETS[policy])
+        half = "bf16" if recipe is not None else policy.split("-")[0]  # few bits leave the other operations in BF16
         card = Card.of(gpu, tf32=policy != "fp32", tries_algorithms=self.tape.tries_algorithms, bf16=half == "bf16")
         found = operation_bounds(ops, card, constants)
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
@@ -94,22 +98,22 @@ class PredictedStep:
         self.operation_s = found.total if rates is None else rates.seconds(self.tape.operations)
         self.note = ""
         """A remark on what the policy means for this model, if there is one."""
-        if policy == FP8:
-            self._in_fp8(gpu, constants)
+        if recipe is not None:
+            self._in_few_bits(gpu, PRESETS[policy], recipe, constants)
         self.device_s = float(self.operation_s.sum())
         self.host_s = 0.0 if self.tape.is_compiled else conditions.host.seconds(self.tape.operations)
         self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
         self.captured_s = job.step_s(self.device_s, self.communication_s, tape)
         """Seconds if the step was captured as a CUDA graph, which needs the host no more."""
 
-    def _in_fp8(self, gpu: Gpu, constants: Constants) -> None:
-        layers = fp8_layers(self.tape.operations)
+    def _in_few_bits(self, gpu: Gpu, policy: Policy, recipe: Recipe, constants: Constants) -> None:
+        layers = low_layers(self.tape.operations, policy, recipe)
         self.note = layers.sentence
         indices = np.flatnonzero(layers.chosen)
         if not len(indices):
             return
         operations = [self.tape.operations[index] for index in indices]
-        bounds = fp8_bounds(operations, gpu, constants)
+        bounds = low_bounds(operations, gpu, recipe, constants)
         ratio = self.operation_s[indices].sum() / bounds.total.sum()
         comparison = f"are {ratio:.2g} times as fast as" if ratio >= 1 else f"take {1 / ratio:.2g} times as long as"
         self.note += f". They {comparison} in BF16, casts included"
@@ -172,32 +176,27 @@ def _shortened(module: str) -> str:
     return ".".join([*takewhile(lambda part: not part.isdecimal(), module.split("."))][:3])
 
 
-# Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.low_layers``): sizes in multiples of 16, large
-# enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is as under BF16. For each of a layer's
-# three products::
+# Layers are chosen as Mezzo's policies choose them (``engine.matrix_units.low_layers``): sizes in multiples of a block, large
+# enough, not the last, and in blocks not the first. Weights, gradients and saved activations stay in 16 bits, so memory is as under BF16.
+# For each of a layer's three products::
 #
-#     product = as in ``time``, at the FP8 peak, with operands of one byte
-#     casts   = (rows x depth + depth x columns) x (2 + 2 + 1) bytes / bandwidth + 4 launches
+#     product = as in ``time``, at the peak of 8 or 4 bits, with operands of so many bits
+#     casts   = (rows x depth + depth x columns) x (2 x passes + bits / 8) bytes / bandwidth + 2 x passes launches
 #
-# Each operand is read for its largest magnitude, read again for rounding, and written in 8 bits: two fused kernels an operand, as
-# torch.compile makes them. FP8 loses where a product has few rows and columns for the size of its operands: the casts then cost more
-# than the faster units gain.
+# An operand with a scale for the whole tensor or a row is read twice, for its largest magnitude and for rounding: two fused kernels, as
+# torch.compile makes them. Blocks are rounded as they are read; NVFP4 has a scale for the tensor as well. Few bits lose where a product
+# has few rows and columns for the size of its operands: the casts then cost more than the faster units gain.
 
-CAST_KERNELS = 4
-"""Kernels that prepare one product: two for each operand."""
-_CAST_BYTES = 2 + 2 + 1
 _LINEAR = ("addmm", "mm")
-_LAST = "the last layer"
-_FAULTS: dict[SizeFault, str] = {
-    "not multiples": "a size is not a multiple of 16",
-    "too small": "too small to gain",
-}
+_FIRST, _LAST = "the first layer", "the last layer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Layers:
-    """Which operations of a tape run in FP8, and which linear layers do not."""
+class LowLayers:
+    """Which operations of a tape run in 8 or 4 bits, and which linear layers do not."""
 
+    name: str
+    """The policy's format."""
     chosen: NDArray[np.bool_]
     """By operation."""
     num_layers: int
@@ -207,27 +206,31 @@ class Fp8Layers:
 
     @property
     def sentence(self) -> str:
-        """How many layers run in FP8 and why the others do not, in a sentence."""
+        """How many layers run in fewer bits and why the others do not, in a sentence."""
         if not self.num_layers:
-            return "It has no linear layers, so FP8 is BF16"
+            return f"It has no linear layers, so {self.name} is BF16"
         why = "; ".join(f"{count}: {reason}" for reason, count in self.others.most_common())
         verb = "runs" if self.num_chosen == 1 else "run"
-        head = f"{self.num_chosen} of {self.num_layers} linear layers {verb} in FP8"
+        head = f"{self.num_chosen} of {self.num_layers} linear layers {verb} in {self.name}"
         return head + (f", the others in BF16 ({why})" if why else "")
 
 
-def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
-    """Return which products of a 16-bit step's ``operations`` run in FP8."""
+def low_layers(operations: Sequence[CostedOperation], policy: Policy, recipe: Recipe) -> LowLayers:
+    """Return which products of a 16-bit step's ``operations`` run in fewer bits under ``policy``."""
     layers: dict[str, tuple[int, int]] = {}
     for op in operations:
         if op.phase == "forward" and _is_linear(op):
             layers[op.module] = op.shape.columns, op.shape.depth
-    faults = {name: fault_of_sizes(*sizes, RECIPES[RECIPE_NAMES[0], "ocp"]) for name, sizes in layers.items()}
-    reasons = {name: None if fault is None else _FAULTS[fault] for name, fault in faults.items()}
-    if layers:
+    faults = {name: fault_of_sizes(*sizes, recipe) for name, sizes in layers.items()}
+    words = {"not multiples": f"a size is not a multiple of {recipe.multiple}", "too small": "too small to gain"}
+    reasons = {name: None if fault is None else words[fault] for name, fault in faults.items()}
+    if layers and (not recipe.by_layer or policy.end_layers == "bf16"):
         reasons[next(reversed(layers))] = _LAST
+        if recipe.by_layer:
+            reasons[next(iter(layers))] = _FIRST
     chosen = {name for name, reason in reasons.items() if reason is None}
-    return Fp8Layers(
+    return LowLayers(
+        name=policy.compute.upper(),
         chosen=np.array([_is_linear(op) and op.module in chosen for op in operations], dtype=bool),
         num_layers=len(layers),
         num_chosen=len(chosen),
@@ -239,11 +242,20 @@ def _is_linear(op: CostedOperation) -> bool:
     return op.name in _LINEAR and op.format in HALF_FORMATS and op.phase in ("forward", "backward")
 
 
-def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Constants) -> Bounds:
-    """Return the seconds of ``operations``, linear products of 16-bit operands, in FP8 with the casts of their operands."""
-    small = [replace(op, format=FP8, read_bytes=op.read_bytes // 2) for op in operations]
+def low_bounds(operations: Sequence[CostedOperation], gpu: Gpu, recipe: Recipe, constants: Constants) -> Bounds:
+    """Return the seconds of ``operations``, linear products of 16-bit operands, in fewer bits with the casts of their operands."""
+    bits, passes = recipe.values.bits_per_value, passes_of(recipe)
+    name = FP8 if bits >= 8 else FP4
+    small = [replace(op, format=name, read_bytes=int(op.read_bytes * bits) // 16) for op in operations]
     found = operation_bounds(Columns.of(small), Card.of(gpu, tf32=True), constants)
     shapes = [op.shape for op in operations]
     elements = np.array([s.products * s.depth * (s.rows + s.columns) for s in shapes], dtype=np.float64)
-    casts = elements * _CAST_BYTES / (gpu.bandwidth_bytes_per_s * constants.bandwidth)
-    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + CAST_KERNELS * LATENCY_S)
+    casts = elements * (2 * passes + bits / 8) / (gpu.bandwidth_bytes_per_s * constants.bandwidth)
+    return Bounds(found.arithmetic, found.traffic + casts, found.total + casts + 2 * passes * LATENCY_S)
+
+
+def passes_of(recipe: Recipe) -> int:
+    """Return how often an operand is read before it is rounded: for its largest magnitude as well, unless blocks alone share scales."""
+    scaling = recipe.values.scaling
+    assert scaling is not None
+    return 1 if recipe.by_layer and scaling.over is None else 2

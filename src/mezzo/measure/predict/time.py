@@ -43,10 +43,14 @@ from mezzo.measure.predict.tape import CostedOperation
 from mezzo.measure.predict.tiles import Array, TiledProducts, attention_cycles, tile_cycles
 
 HALF_FORMATS = ("fp16", "bf16")
-FP8 = "fp8"
-"""The format of products whose operands have one byte."""
+FP8, FP4 = "fp8", "fp4"
+"""The formats of products whose operands have a byte, or half a byte."""
+_ELEMENT_BYTES = {FP8: 1, FP4: 0.5, **dict.fromkeys(HALF_FORMATS, 2)}
 LATENCY_S = 4e-6
 """From the end of one kernel to the start of the next: the shortest products of the public tables."""
+FEW_BITS = 0.75
+"""Share of the peak that products in 8 and 4 bits reach, beside the share that 16-bit ones reach: FP8 on an H100 and NVFP4 on a B200 in the
+public tables (``python -m benchmarks kernel_tables``)."""
 _NARROW = ("7.0", "7.5", "8.0")
 """Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
 _SHARING = {"9.0": 2, "10.0": 4}
@@ -118,7 +122,7 @@ class Columns:
         shapes = np.array([op.shape for op in operations], dtype=np.float64).reshape(-1, 5)
         products, rows, columns, depth, window = shapes.T
         read = np.array([op.read_bytes for op in operations], dtype=np.float64)
-        sizes = [1 if op.format == FP8 else 2 if op.format in HALF_FORMATS else 4 for op in operations]
+        sizes = [_ELEMENT_BYTES.get(op.format, 4) for op in operations]
         convolution = flags([op.name in _CONVOLUTIONS for op in operations])
         channels_last = flags([op.channels_last for op in operations])
         grouped = convolution & (products > 1)
@@ -157,6 +161,7 @@ class Card:
     """A GPU for the formulas, under one policy; each field is a number, or an array with one for each operation."""
 
     fp8_flops_per_s: Any
+    fp4_flops_per_s: Any
     half_flops_per_s: Any
     single_flops_per_s: Any
     """Of FP32 operands, in TF32 or FP32's matrix units where there are any and they may be used."""
@@ -203,6 +208,7 @@ class Card:
         half = gpu.fp16_flops_per_s or gpu.fp32_flops_per_s
         return cls(
             fp8_flops_per_s=gpu.fp8_flops_per_s or half,
+            fp4_flops_per_s=gpu.fp4_flops_per_s or half,
             half_flops_per_s=half,
             single_flops_per_s=single,
             single_in_tf32=in_tf32,
@@ -273,16 +279,17 @@ def _arithmetic(ops: Columns, card: Card, c: Constants, clock_hz: Any) -> Array:
     def column(value: Any) -> Array:
         return np.broadcast_to(np.asarray(value, dtype=np.float64), ops.flops.shape)
 
-    half, fp8 = ops.element_bytes == 2, ops.element_bytes == 1
-    in_tf32 = ~half & ~fp8 & np.equal(card.single_in_tf32, True)
+    half, few = ops.element_bytes == 2, ops.element_bytes <= 1
+    in_tf32 = ~half & ~few & np.equal(card.single_in_tf32, True)
     peak = column(card.single_flops_per_s * np.where(card.single_in_tf32, c.tf32, c.fp32))
     winograd = np.maximum(peak, card.simd_flops_per_s * c.fp32 * c.winograd)
     peak = np.where(ops.winograd & np.equal(card.tries_algorithms, True), winograd, peak)
     peak = np.where(half, card.half_flops_per_s * c.half * np.where(card.waits_for_loads, c.waiting, 1.0), peak)
-    peak = np.where(fp8, card.fp8_flops_per_s * c.half, peak)
+    in_few = np.where(ops.element_bytes == 1, card.fp8_flops_per_s, card.fp4_flops_per_s)
+    peak = np.where(few, in_few * c.half * FEW_BITS, peak)
     by_mma = np.where(half, ops.attention & ~np.equal(card.flash_3, True), in_tf32 & ops.gradient & ~ops.attention)
     peak = np.where((half | in_tf32) & ops.unaligned, peak * _UNALIGNED, peak)
-    in_three = ops.attention & ~half & ~fp8 & np.greater(card.tf32_flops_per_s, 0)
+    in_three = ops.attention & ~half & ~few & np.greater(card.tf32_flops_per_s, 0)
     peak = np.where(in_three, card.tf32_flops_per_s * c.tf32 / _TF32_PRODUCTS, peak)
     peak = np.where(by_mma | in_three, peak * card.mma, peak)
     # FLOPs of one multiprocessor in a cycle: a lower clock slows both alike

@@ -34,6 +34,7 @@ from mezzo.engine.processes.shards import local
 from mezzo.formats import BF16, FP16
 from mezzo.observe.module_names import free_title
 from mezzo.observe.observer import ObservedRun, Observer
+from mezzo.observe.ranges.block_losses import BlockLosses
 from mezzo.observe.ranges.listed_formats import JudgedFormats, ListedFormats
 from mezzo.observe.ranges.table import Counts, ObservedValues, ranges_record, write_values
 from mezzo.observe.settings import RangesSettings
@@ -43,6 +44,8 @@ Key: TypeAlias = tuple[RangeKind, str]
 WEIGHT_FORMATS = (FP16, BF16)
 """The formats of weights without master weights."""
 _REENTRANT = "CheckpointFunction"
+_STEPS_IN_BLOCKS = 5
+"""Observed steps that count losses in blocks: each rounds every operand to every format."""
 
 
 class Tally:
@@ -80,7 +83,7 @@ class Tally:
         """Discard the counts since the last mark."""
         self._current = {}
 
-    def read(self) -> dict[Any, list[int]]:
+    def read(self) -> dict[Any, list[Any]]:
         """Return the kept counts; waits for the device."""
         return {key: table.tolist() for key, table in self._kept.items()}
 
@@ -94,7 +97,8 @@ class Ranges(Observer):
         self._formats = formats or ListedFormats(settings.policy)
         self._lowered: set[Key] = set()
         """Counted tensors that have 16 bits under the policy; the op lists keep all others in FP32."""
-        self._tables, self._swallowed = Tally(), Tally()
+        self._tables, self._swallowed, self._blocks = Tally(), Tally(), Tally()
+        self._block_losses = BlockLosses(settings.policy, self._blocks.current) if settings.policy.in_blocks else None
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._outermost: WeakSet[nn.Module] = WeakSet()
@@ -131,8 +135,8 @@ class Ranges(Observer):
 
     def restart(self) -> None:
         """Discard the counts since the last mark."""
-        self._tables.forget()
-        self._swallowed.forget()
+        for tally in (self._tables, self._swallowed, self._blocks):
+            tally.forget()
 
     def optimizer_created(self) -> None:
         """Set the calls so far aside: a script may try its model before it trains it."""
@@ -145,8 +149,8 @@ class Ranges(Observer):
         if self._belong is not None:
             self._tables.decide(belongs=self._belong)
             self._belong = None
-        self._tables.keep()
-        self._swallowed.keep()
+        for tally in (self._tables, self._swallowed, self._blocks):
+            tally.keep()
 
     def turn(self, step: int) -> None:
         """Continue: the counts since the mark belong to the next step."""
@@ -164,6 +168,7 @@ class Ranges(Observer):
         values = ObservedValues(
             counts={key: Counts(table) for key, table in self._tables.read().items()},
             swallowed=self._swallowed.read(),
+            blocks=self._blocks.read(),
             lowered=self._lowered,
             steps=self.watched,
             forced_eager=self.forced_eager,
@@ -224,6 +229,8 @@ class Ranges(Observer):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._computed_again():
             return
         name = self._names.get(module, type(module).__name__)
+        if self._block_losses is not None and len(self.watched) < _STEPS_IN_BLOCKS:
+            self._block_losses.returned(module, name, args, output)
         for tensor in self._count("activations", name, output):
             lowered = not self._formats.is_wide(tensor, module)
             if lowered:

@@ -32,6 +32,7 @@ from mezzo.engine.kernels.exponent_bins import (
     first_overflow,
 )
 from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
+from mezzo.observe.ranges.block_losses import BlockKey, block_losses
 from mezzo.observe.settings import SCALE_HEADROOM
 from mezzo.policy import Policy
 from mezzo.policyfields import recipe_of
@@ -67,6 +68,8 @@ class ObservedValues:
     """Activations and gradients that have 16 bits under the policy; the op lists keep the others in FP32."""
     swallowed: Mapping[str, list[int]]
     """By parameter: the number of non-zero updates, and how many of them FP16 and BF16 lose."""
+    blocks: Mapping[BlockKey, list[float]]
+    """What formats in blocks lose of linear layers, if the policy is one of them."""
     steps: list[int]
     forced_eager: bool
     updates_seen: bool
@@ -105,6 +108,7 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
         tensors=tensors,
         windows=windows,
         updates=updates,
+        blocks=block_losses(values.blocks, values.name),
     )
     return record.model_copy(update={"notes": _notes(record, policy, target, values)})
 
@@ -274,6 +278,7 @@ def write_values(values: ObservedValues, path: Path) -> None:
         ],
         "lowered": sorted(values.lowered),
         "swallowed": dict(values.swallowed),
+        "blocks": [[*key, sums] for key, sums in values.blocks.items()],
         "steps": values.steps,
         "forced_eager": values.forced_eager,
         "updates_seen": values.updates_seen,
@@ -295,21 +300,25 @@ def read_values(path: Path) -> ObservedValues | None:
             table[int(place)] = n
         counts[kind, name] = Counts(table)
     lowered = {(kind, name) for kind, name in contents.pop("lowered")}
-    return ObservedValues(counts=counts, lowered=lowered, **contents)
+    blocks = {tuple(key): sums for *key, sums in contents.pop("blocks")}
+    return ObservedValues(counts=counts, lowered=lowered, blocks=blocks, **contents)
+
+
+def _added(tables: Sequence[Mapping[Any, list[Any]]]) -> dict[Any, list[Any]]:
+    """Return the rows of several processes, those under one key added up."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return {key: [sum(n) for n in zip(*(t[key] for t in tables if key in t), strict=True)] for key in keys}
 
 
 def values_of_all(by_rank: Sequence[ObservedValues]) -> ObservedValues:
     """Return the values of several processes added up, with the names and steps of the first process."""
     first = by_rank[0]
     keys = dict.fromkeys(key for values in by_rank for key in values.counts)
-    names = dict.fromkeys(name for values in by_rank for name in values.swallowed)
     return ObservedValues(
         counts={key: Counts.merged(v.counts[key] for v in by_rank if key in v.counts) for key in keys},
         lowered={key for values in by_rank for key in values.lowered},
-        swallowed={
-            name: [sum(n) for n in zip(*(v.swallowed[name] for v in by_rank if name in v.swallowed), strict=True)]
-            for name in names
-        },
+        swallowed=_added([values.swallowed for values in by_rank]),
+        blocks=_added([values.blocks for values in by_rank]),
         steps=first.steps,
         forced_eager=any(values.forced_eager for values in by_rank),
         updates_seen=any(values.updates_seen for values in by_rank),

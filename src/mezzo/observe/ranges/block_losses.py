@@ -1,0 +1,130 @@
+"""What formats in blocks lose of the operands of linear layers, counted in one FP32 run for every format and rule of scales.
+
+Each of a layer's three products rounds two operands (``engine.matrix_units.block_linear``), so each layer has six. An operand is rounded
+to BF16, as under the policies, then to each format; where a recipe transforms the operands of ``wgrad``, the transformed ones count. For
+each operand and format the sums over the observed steps are six numbers, in this order:
+
+    values         that are not zero
+    zeroed         of them, in the format
+    saturated      beyond the largest element of their block
+    at_end         in blocks whose scale is beyond the scale format's range, by more than a factor of 4
+    error, square  sums of squares: of the differences, and of the values; the root of their quotient is the relative error
+
+Limits: layers that are plain ``nn.Linear`` with whole blocks; operands that are not finite are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engine.matrix_units.block_formats import block_scales, in_tiles, rounded, seed_of, transformed
+from mezzo.engine.matrix_units.low_layers import fault_of_sizes
+from mezzo.formats import BF16, Format, Recipe
+from mezzo.policy import Policy
+from mezzo.policyfields import LayerProduct, recipe_of
+from mezzo.records import BlockLoss, BlockOperand
+
+JUDGED = (
+    *("fp8-block", "fp8-block:scale_rule=rceil", "mxfp8", "mxfp8:scale_rule=floor"),
+    *("mxfp4", "mxfp4:scale_rule=floor", "nvfp4", "nvfp4:scale_rule=four_or_six"),
+)
+"""Policies whose formats and rules are judged, beside the one that was asked for."""
+BlockKey: TypeAlias = tuple[str, LayerProduct, BlockOperand, str]
+"""The layer, the product, the operand, and the policy."""
+_AT_END = 4.0
+
+
+class _Operand(NamedTuple):
+    product: LayerProduct
+    name: BlockOperand
+    values: Tensor
+    form: Format
+    along: int
+    seed: Tensor | None
+
+
+class BlockLosses:
+    """Counts what ``policy`` and other formats in blocks lose of every linear layer; the sums go to ``table``, by key."""
+
+    def __init__(self, policy: Policy, table: Callable[[BlockKey, Tensor], Tensor]) -> None:
+        self._table = table
+        found = {name: recipe_of(Policy.parse(name)) for name in (str(policy), *JUDGED)}
+        self._recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
+
+    def returned(self, module: nn.Module, name: str, inputs: Any, output: Any) -> None:
+        """Count the operands of a layer's forward product, and of the others once its gradient is known."""
+        if type(module) is not nn.Linear or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        x = inputs[0] if isinstance(inputs, tuple) and inputs else None
+        if not isinstance(x, Tensor) or not x.numel():
+            return
+        fits = {
+            policy: recipe
+            for policy, recipe in self._recipes.items()
+            if fault_of_sizes(module.out_features, module.in_features, recipe) is None
+        }
+        if fits:
+            output.register_hook(functools.partial(self._count, name, x.detach(), module.weight.detach(), fits))
+
+    def _count(self, name: str, x: Tensor, weight: Tensor, fits: Mapping[str, Recipe], gradient: Tensor) -> None:
+        with torch.no_grad():
+            rows, low, dy = (t.reshape(-1, t.shape[-1]).to(BF16.dtype).contiguous() for t in (x, weight, gradient))
+            if not all(bool(t.isfinite().all()) for t in (rows, low, dy)):
+                return
+            for policy, recipe in fits.items():
+                for operand in _operands(rows, low, dy, recipe):
+                    sums = losses(operand.values, operand.form, along=operand.along, seed=operand.seed)
+                    table = self._table((name, operand.product, operand.name, policy), sums)
+                    table += sums
+
+
+def _operands(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe) -> Iterator[_Operand]:
+    seed = seed_of(dy, weight) if recipe.stochastic else None
+    yield _Operand("forward", "activation", x, recipe.values, 1, None)
+    yield _Operand("forward", "weight", weight, recipe.weights, 1, None)
+    yield _Operand("dgrad", "gradient", dy, recipe.gradients, 1, seed)
+    yield _Operand("dgrad", "weight", weight, recipe.weights, 0, None)
+    mixed = [transformed(t) if recipe.hadamard else t for t in (dy, x)]
+    yield _Operand("wgrad", "gradient", mixed[0], recipe.gradients, 0, None if seed is None else seed ^ 1)
+    yield _Operand("wgrad", "activation", mixed[1], recipe.values, 0, None)
+
+
+def losses(x: Tensor, form: Format, *, along: int, seed: Tensor | None = None) -> Tensor:
+    """Return the six numbers for a finite BF16 matrix rounded to ``form``, in FP64; arguments as for ``rounded``."""
+    tiles, scales, largest = block_scales(x, form, along=along)
+    found = in_tiles(rounded(x, form, along=along, seed=seed), *tiles.shape[1::2])
+    some, wanted = tiles != 0, largest / form.max
+    ends = (scales > wanted * _AT_END) | (scales < wanted / _AT_END)
+    counts = (some, some & (found == 0), tiles.abs() > scales * form.max, some & ends)
+    numbers = [
+        torch.count_nonzero(count).double() for count in counts
+    ]  # a sum of truth values takes seven times as long
+    numbers += [torch.linalg.vector_norm(t, dtype=torch.double).square() for t in (found - tiles, tiles)]
+    return torch.stack(numbers)
+
+
+def block_losses(sums: Mapping[BlockKey, list[float]], name: Callable[[str], str]) -> list[BlockLoss]:
+    """Return the record's rows; ``name`` returns a layer's displayed name."""
+    rows = []
+    for (layer, product, operand, policy), numbers in sums.items():
+        values, zeroed, saturated, at_end, error, square = numbers
+        rows.append(
+            BlockLoss(
+                layer=name(layer),
+                product=product,
+                operand=operand,
+                policy=policy,
+                values=int(values),
+                zeroed=int(zeroed),
+                saturated=int(saturated),
+                at_end=int(at_end),
+                error=error,
+                square=square,
+            )
+        )
+    return rows
