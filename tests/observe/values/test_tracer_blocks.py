@@ -102,6 +102,27 @@ def test_mirrored_rounding_moves_a_product_as_far_as_blocks_do() -> None:
     assert apart == pytest.approx(2**0.5 * errors(ALL)[0], rel=0.25)
 
 
+SEQUENCES = MODEL.replace(", bias=False", "").replace("torch.randn(2, 128, 64)", "torch.randn(2, 4, 32, 64)")
+
+
+@pytest.mark.parametrize(
+    "policy", [ALL, "nvfp4:end_layers=compute:bf16_products=1.forward", "fp8", "bf16:arithmetic=emulated"]
+)
+def test_a_bias_and_the_shape_of_a_batch_belong_to_the_product(policy: str) -> None:
+    log = values_of(SEQUENCES, policy=policy, in_fp64=True)
+    forward = [one for one in products(log) if one.phase == "forward"]
+    assert [(one.op, one.module, one.outputs[0].format, one.outputs[0].shape) for one in forward] == [
+        ("linear", module, "bf16", (128, width)) for module, width in (("0", 64), ("1", 96), ("2", 64))
+    ]
+    for before, one in zip([None, *forward], forward, strict=False):
+        read = {origin(log, each.event) for each in one.reads}
+        given = "data (script)" if before is None else place(before)
+        assert read == {given, f"weight {one.module}.weight", f"weight {one.module}.bias"}
+    assert [
+        e.op for e in log.events if e.step == 1 and e.phase == "forward" and e.kind == "operation" and not e.flops
+    ] == ["pow", "mean", "ones_like"]
+
+
 IN_BF16 = "bf16:arithmetic=emulated"
 FIRST: list[tuple[str, str, tuple[int, ...]]] = [
     ("mxfp8", "linear 1 forward 1", (128, 96)),
@@ -112,21 +133,24 @@ FIRST: list[tuple[str, str, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize("script", [MODEL, SEQUENCES], ids=["rows", "sequences with biases"])
 @pytest.mark.parametrize(("policy", "first", "shape"), FIRST)
-def test_bf16_and_blocks_part_at_the_first_product_in_blocks(policy: str, first: str, shape: tuple[int, ...]) -> None:
-    a, b = values_of(MODEL, policy=IN_BF16), values_of(MODEL, policy=policy)
-    again, control = values_of(MODEL, policy=IN_BF16), values_of(MODEL, policy=policy, mirrored=True)
+def test_bf16_and_blocks_part_at_the_first_product_in_blocks(
+    policy: str, first: str, shape: tuple[int, ...], script: str
+) -> None:
+    a, b = values_of(script, policy=IN_BF16), values_of(script, policy=policy)
+    again, control = values_of(script, policy=IN_BF16), values_of(script, policy=policy, mirrored=True)
     found = judge(a, b, again=again, control=control, control_of_b=True, same_formats=False)
     assert verdict_of(a, found) == "rounding"
     assert found.first is not None
     event = b.events[found.first[1]]
     assert (place(event), event.outputs[0].shape) == (first, shape)
-    error = next(e.error for e in with_errors(policy) if (place(e), e.outputs[0].shape) == (first, shape))
+    error = next(e.error for e in with_errors(policy, script) if (place(e), e.outputs[0].shape) == (first, shape))
     assert found.distance[found.first[0]] == pytest.approx(error, rel=0.35)  # estimated by a sketch
 
 
-def with_errors(policy: str) -> list[Event]:
-    return products(values_of(MODEL, policy=policy, in_fp64=True))
+def with_errors(policy: str, script: str = MODEL) -> list[Event]:
+    return products(values_of(script, policy=policy, in_fp64=True))
 
 
 def test_where_no_layer_has_whole_blocks_nothing_differs() -> None:

@@ -56,8 +56,9 @@ class LayerPlan:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
     """Emulate a linear layer; ``x`` (..., in) and the result (..., out) are BF16, ``weight`` (out, in) is BF16 or FP32."""
+    low = None if bias is None else bias.to(x.dtype)
     y: Tensor = _BlockLinear.apply(x, weight, plan)
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if low is None else y + low
 
 
 class _BlockLinear(torch.autograd.Function):

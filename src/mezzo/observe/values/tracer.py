@@ -1,7 +1,7 @@
 """Record every operation of a step as an event: what it reads, its settings, and fingerprints of its results.
 
 Mezzo's own operations, views and allocations are left out; a view shows in the part of a value that is read. The casts around an emulated
-product are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: the product
+product and its bias are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: it
 reads them as they were before, and its error, which is mirrored, is the one of all its roundings. An optimizer's update is one event for
 each parameter: its operations are not recorded.
 
@@ -17,6 +17,7 @@ that draw random numbers or have no kernel in FP64 are not mirrored.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -294,7 +295,8 @@ class ValuesTracer(PlacingTracer):
         error = None
         if self._runs_again(func):
             error = self._compare(passed, made)
-        if is_cast and inside is not None and self._rounds_product(passed, inside, results[0], error):
+        ends = inside is not None and (is_cast or func.overloadpacket is torch.ops.aten.add)
+        if ends and self._ends_product(passed, inside, results[0], error):
             return
         event, place = self._event(passed, results, is_cast=is_cast), passed.place
         count = FLOP_COUNTS.get(func.overloadpacket)
@@ -348,20 +350,26 @@ class ValuesTracer(PlacingTracer):
             return None
         return running() or self._formats.recomputing() or torch._C._current_autograd_node()
 
-    def _rounds_product(self, passed: _Passed, inside: object, rounded: Tensor, error: Tensor | None) -> bool:
-        """Return whether a cast rounds the product of the emulated operation: its result is then the product's."""
+    def _ends_product(self, passed: _Passed, inside: object, result: Tensor, error: Tensor | None) -> bool:
+        """Return whether a cast or a bias ends the product of the emulated operation: the result is then the product's."""
         number = next((read.event for read in passed.reads if self._products.get(read.event) is inside), None)
         event = None if number is None else self.events[number]
-        if number is None or event is None or [one.shape for one in event.outputs] != [tuple(rounded.shape)]:
+        if number is None or event is None or [math.prod(o.shape) for o in event.outputs] != [result.numel()]:
             return False
-        if rounded.dtype.itemsize > passed.args[0].dtype.itemsize:  # a gradient goes to its weight's format
+        others = tuple(read for read in passed.reads if read.event != number)
+        if any(read.event > number for read in others):  # another product, or something made since
             return False
+        before: Tensor = passed.args[0]
+        if result.dtype.itemsize > before.dtype.itemsize:  # a gradient goes to its weight's format
+            return False
+        known = self._errors.get(number)
         if error is not None:
-            known = self._errors.get(number)
-            self._errors[number] = error if known is None else torch.hypot(known, error)
-        row = len(self.fingerprints)
-        self.events[number] = replace(event, outputs=(self.fingerprints.add(rounded),), row=row)
-        self._makers.put(rounded, (number, 0))
+            share = torch.linalg.vector_norm(flat_fp64(before)) / torch.linalg.vector_norm(flat_fp64(result))
+            self._errors[number] = error if known is None else torch.hypot(known * share if others else known, error)
+        row, output = len(self.fingerprints), self.fingerprints.add(result)
+        ended = (replace(output, shape=event.outputs[0].shape),)
+        self.events[number] = replace(event, outputs=ended, row=row, reads=(*event.reads, *others))
+        self._makers.put(result, (number, 0))
         return True
 
     # --- FP64 --------------------------------------------------------------------------------------------------------------------
