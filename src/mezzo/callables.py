@@ -159,9 +159,14 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
 
 
 def fallback(
-    train: Callable[[], Any], *, policy: Policy | str = "fp16", tolerance: float | None = None, fresh: int = 2
+    train: Callable[[], Any],
+    *,
+    policy: Policy | str = "fp16",
+    tolerance: float | None = None,
+    fresh: int = 2,
+    per_gemm: bool = False,
 ) -> FallbackRecord:
-    """Return which modules have to stay in FP32 for the training steps that ``train()`` runs, verified.
+    """Return which modules have to stay in FP32, or products in BF16, for the training steps that ``train()`` runs, verified.
 
     ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
     ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. Anything else that it
@@ -172,9 +177,10 @@ def fallback(
         policy: the policy to judge; modules that it keeps in FP32 stay in FP32.
         tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
         fresh: how many more batches the set is checked on.
+        per_gemm: whether single products of linear layers are searched for, under a policy in blocks (``mxfp8``), not modules.
 
     Raises:
-        PolicyError: the policy computes nothing below FP32.
+        PolicyError: the policy computes nothing below FP32, or with ``per_gemm`` no layer in blocks.
         SessionError: ``train`` cannot be called, or a number is out of range.
         ScriptError: ``train`` ran no training step that can be compared.
     """
@@ -194,7 +200,7 @@ def fallback(
         return checked(read_measured(settings), run, where="it was called as a function", role=settings.role), run
 
     with temporary_folder() as folder:
-        return find(measure, Policy.of(policy), folder=str(folder), tolerance=tolerance, fresh=fresh)
+        return find(measure, Policy.of(policy), folder=str(folder), tolerance=tolerance, fresh=fresh, per_gemm=per_gemm)
 
 
 def _trained(

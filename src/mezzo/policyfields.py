@@ -20,6 +20,7 @@ ScaleRuleName = Literal["auto", "rceil", "floor", "exact", "four_or_six"]
 WeightBlocks = Literal["auto", "rows", "squares"]
 Hadamard = Literal["auto", "wgrad", "none"]
 GradientRounding = Literal["auto", "nearest", "stochastic"]
+LayerProduct = Literal["forward", "dgrad", "wgrad"]
 EndLayers = Literal["bf16", "compute"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
@@ -33,7 +34,7 @@ DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteres
 INTEGER_FIELDS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
 MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules", "bf16_products")
-LAYER_PRODUCTS = ("forward", "dgrad", "wgrad")
+LAYER_PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
 """The products of a linear layer: its result, and the gradients of its input and of its weight."""
 IN_LAYERS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
 """Compute formats of linear layers; all else computes in BF16."""

@@ -445,7 +445,10 @@ def test_an_option_of_ours_after_the_script_is_refused(
         ("run", "[default: a new folder under runs/]"),
         ("run", "with --json, the script's output goes to standard error. Under torchrun"),
         ("compare", "[default: 20 times the longest run so far, at least 10m]"),
-        ("fallback", "[default: what rounding explains, and at least 0.02 for fp16, 0.16 for bf16, 0.5 for fp8]"),
+        (
+            "fallback",
+            "[default: what rounding explains, and at least 0.02 for fp16, 0.16 for bf16, 0.5 for fp8 and blocks]",
+        ),
     ],
 )
 def test_help_shows_defaults_in_words_and_wraps_whole_paragraphs(

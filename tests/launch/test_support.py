@@ -22,7 +22,8 @@ IN: dict[str, str] = {
 }
 OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
 OPTIONS |= {"--expect": "precision.toml", "--write-expect": "precision.toml"}
-OF_AUDIT = ("--expect", "--write-expect")
+OF_COMMAND = {"--expect": "audit", "--write-expect": "audit", "--per-gemm": "fallback"}
+"""The commands of options that ``mezzo run`` does not have."""
 OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
 TAKEN: list[tuple[str, str]] = [
     ("mezzo audit", "Keras on tensorflow"),
@@ -39,8 +40,8 @@ def test_a_refusal_is_one_error_with_one_hint_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(IN[stage] + "open('ran', 'w')\n", encoding="utf-8")
     Path("earlier/snapshots").mkdir(parents=True)
-    of_option = "audit" if feature in OF_AUDIT else "run"
-    command = feature.split()[1:] or [of_option, feature, *([OPTIONS[feature]] if feature in OPTIONS else [])]
+    given = [OPTIONS[feature]] if feature in OPTIONS else []
+    command = feature.split()[1:] or [OF_COMMAND.get(feature, "run"), feature, *given]
     assert cli.main([*command, "train.py"]) == 7
     shown = capsys.readouterr().err
     assert shown.count(f"{feature} was given for a {stage} script, and ") == 1

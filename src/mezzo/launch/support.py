@@ -54,6 +54,9 @@ _LIMITED: dict[str, _Limited] = {
     "--resume": _Limited("it restores PyTorch's state", "leave --resume out, and use the framework's own checkpoints"),
     "--expect": _Limited("it reads the formats of PyTorch's tensors", "leave --expect out"),
     "--write-expect": _Limited("it reads the formats of PyTorch's tensors", "leave --write-expect out"),
+    "--per-gemm": _Limited(
+        "it searches layers of PyTorch in blocks", "leave --per-gemm out, which searches for modules"
+    ),
     "--fingerprints": _Limited("they are of PyTorch's operations", "leave --fingerprints out"),
     "--channels-last": _Limited("it changes PyTorch models", "leave --channels-last out"),
     "--compile": _Limited("it is torch.compile", "leave --compile out"),

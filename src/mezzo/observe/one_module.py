@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import in_fp32, to_format, wrap
+from mezzo.engine.matrix_units.block_linear import LayerPlan
+from mezzo.engine.matrix_units.low_layers import planned, use_blocks
 from mezzo.policy import Policy
-
-_KEPT_FIELDS = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale", "accumulate")
 
 
 class OneModule(Protocol):
@@ -41,19 +41,26 @@ class OneModule(Protocol):
 
 
 def for_single_modules(policy: Policy) -> Policy:
-    """Return ``policy`` as applied to a single module: operations are cast, weights left alone."""
-    kept = {name: getattr(policy, name) for name in _KEPT_FIELDS}
-    if policy.in_layers:
-        kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
-    return Policy.parse(policy.compute).replace(**kept)
+    """Return ``policy`` as applied to a single module: operations are cast, weights left alone, and no module is named."""
+    alone: dict[str, Any] = {"norms": "fp32", "master_weights": False, "fp32_modules": (), "bf16_products": ()}
+    alone.update(gradients="auto", reduce="auto", gather="auto", world=1, reduce_order="ring")
+    if policy.lowers:
+        alone["casting"] = "ops"
+    if policy.in_layers:  # native FP8 layers are modules of their own, not operations
+        alone.update(arithmetic="emulated", op_lists="portable")
+    return policy.replace(**alone)
 
 
 class TorchModule:
-    """A module of PyTorch under a policy's autocast (``OneModule``)."""
+    """A module of PyTorch under a policy's autocast (``OneModule``), in blocks if it is a layer that the policy computes in blocks."""
 
-    def __init__(self, policy: Policy, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, policy: Policy, device_type: str, *, models: Iterable[nn.Module]) -> None:
+        """Find out which layers of ``models``, unconverted ones, compute in blocks."""
+        self._device_type, self._policy = device_type, policy
         self._casting = Casting.of(for_single_modules(policy), device_type)
+        self._plans: dict[nn.Module, LayerPlan] = {}
+        for model in models:
+            self._plans.update(planned(model, policy).values())
 
     def weights(self, module: nn.Module) -> list[Tensor]:
         """Return the trained parameters in ``module``."""
@@ -74,16 +81,20 @@ class TorchModule:
 
     @contextmanager
     def lowered(self, module: nn.Module, *, inner: torch.dtype | None) -> Iterator[None]:
-        """Let the modules inside run in FP32."""
-        forwards = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
+        """Let the modules inside run in FP32, and the module in blocks if it has a plan."""
+        forwards = [(child, child.__dict__.get("forward")) for child in module.modules()]
+        plan = self._plans.get(module)
         try:
             for child, _ in forwards:
-                wrap(child, _exactly, self._device_type, inner)
+                if child is not module:
+                    wrap(child, _exactly, self._device_type, inner)
+            if plan is not None and isinstance(module, nn.Linear):
+                use_blocks(module, plan, self._policy)
             yield
         finally:
             for child, forward in forwards:
                 if forward is None:
-                    del child.forward
+                    vars(child).pop("forward", None)
                 else:
                     child.forward = forward
 

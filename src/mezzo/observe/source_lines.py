@@ -37,8 +37,9 @@ _PASSED_THROUGH = (
 _AROUND_MODES = (str(Path(_TORCH, "_dynamo", "eval_frame.py")), str(Path(_TORCH, "_compile.py")))
 """Files of torch that call the modes which torch.compile may ignore."""
 _ENGINE = (
-    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/native_units", "kernels"),
-    *("optimizers/one_pass", "optimizers/adafactor", "optimizers/adamw", "optimizers/muon", "optimizers/sgd"),
+    *("casts/autocast_kernels", "casts/conversion", "kernels"),
+    *(f"matrix_units/{name}" for name in ("accumulation", "emulation", "native_units", "low_layers", "block_linear")),
+    *(f"optimizers/{name}" for name in ("one_pass", "adafactor", "adamw", "muon", "sgd")),
 )
 _APEX = ("optimizers", "amp/optimizers", "amp/casts")
 _POLICY = (

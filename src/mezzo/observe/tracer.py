@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.engine.casts.autocast_kernels import flat_tensors
+from mezzo.engine.matrix_units.block_linear import unrounded
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import FLOP_COUNTS, OperandFormats
@@ -221,6 +222,7 @@ class Tracer(TorchDispatchMode):
             elif not recomputed and self._formats.is_recomputation():
                 return result
         if kind == _COUNTED:
+            args = unrounded() or args
             product = self._product(func, result, args)
         elif kind == _CASTS:
             read = region(args[1] if func.overloadpacket.__name__.startswith("copy") else args[0])
@@ -229,19 +231,18 @@ class Tracer(TorchDispatchMode):
         if kind not in (_PLAIN, _PARTS) and (node is None or recomputed):
             of_torch = self._is_torch_module(entry)
             line = self._where(None if of_torch else product) if not of_torch or _has_short_path(entry) else ""
-        metas = _both(args, result)
-        self._note(
-            (func, entry, node, *metas, self._stepping, recomputed, product, line, hidden, by_policy, read, within)
-        )
+        rest = self._stepping, recomputed, product, line, hidden, by_policy, read, within
+        self._note((func, entry, node, *_both(args, result), *rest))
         return result
 
     def _note(self, raw: tuple[Any, ...]) -> None:
         self.trace.operations.append(raw)
 
     def is_silent(self, func: Any) -> bool:
-        """Return whether an operation computes nothing: it creates a view or allocates memory."""
+        """Return whether an operation computes nothing: it creates a view, allocates memory, or prepares a product inside a unit."""
         kind = self._kinds.get(id(func))
-        return (self._classify(func) if kind is None else kind) == _SILENT
+        kind = self._classify(func) if kind is None else kind
+        return kind == _SILENT or (kind != _COUNTED and unrounded() is not None)
 
     def is_plain(self, func: Any) -> bool:
         """Return whether nothing but the operation itself is recorded: it is neither a product nor a cast."""

@@ -61,9 +61,11 @@ if TYPE_CHECKING:
     from mezzo.commands.doctor.record import DeviceReport as DeviceReport
     from mezzo.commands.doctor.record import DoctorRecord as DoctorRecord
     from mezzo.commands.doctor.record import FormatSupport as FormatSupport
+    from mezzo.commands.fallback.record import FORMAT_KEPT as FORMAT_KEPT
     from mezzo.commands.fallback.record import FallbackRecord as FallbackRecord
     from mezzo.commands.fallback.record import FallbackVerdict as FallbackVerdict
     from mezzo.commands.fallback.record import ModuleError as ModuleError
+    from mezzo.commands.fallback.record import Searched as Searched
     from mezzo.commands.fallback.record import Verification as Verification
     from mezzo.commands.fallback.record import clear_error as clear_error
     from mezzo.commands.gate.record import FormatChange as FormatChange

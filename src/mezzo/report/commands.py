@@ -27,6 +27,7 @@ FLAGS = frozenset(
         "--calibrate",
         "--fingerprints",
         "--accept",
+        "--per-gemm",
     )
 )
 """Options without a value, of all commands on a script; every other option has one."""
@@ -170,11 +171,12 @@ def _run_name(command: str, options: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{command}-{options.get('policy', '')}").strip("-")
 
 
-def function_call(command: str, name: str, policy: str = "") -> str:
+def function_call(command: str, name: str, policy: str = "", *, flags: Sequence[str] = ()) -> str:
     """Return the call of Mezzo's function ``command`` for a function that was observed in its own process."""
     last = name.rpartition(".")[2]
     under = f', policy="{fmt.clean(policy)}"' if policy else ""
-    return f"mezzo.{command}({last if last.isidentifier() else 'train'}{under})"
+    switched = "".join(f", {flag.replace('-', '_')}=True" for flag in flags)
+    return f"mezzo.{command}({last if last.isidentifier() else 'train'}{under}{switched})"
 
 
 def typed_policy(one: Row | RunRecord) -> str:
@@ -253,7 +255,8 @@ class ScriptCommands:
             yield NextStep(why=fmt.clean(why), command=self.script.under(command, **options))
         elif self._function and command in ("audit", "diagnose", "ranges", "fallback"):
             policy = "" if command == "audit" else options.get("policy", "")
-            yield NextStep(why=fmt.clean(why), command=function_call(command, self._function, policy))
+            flags = [name for name, value in options.items() if not value]
+            yield NextStep(why=fmt.clean(why), command=function_call(command, self._function, policy, flags=flags))
 
     def again(self, why: str) -> Iterator[NextStep]:
         """Yield the recorded command."""

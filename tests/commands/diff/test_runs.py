@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import record_builders as build
 from helpers_diff import unedited
 from helpers_values import record_at
 from mezzo.cli import main
 from mezzo.cli.script import Script
 from mezzo.commands.diff.runs import DiffRuns, smallest_part
-from mezzo.commands.diff.sides import of_policies
-from mezzo.records import DiffRecord
+from mezzo.commands.diff.sides import Side, of_policies
+from mezzo.observe.values.log import ValuesLog
+from mezzo.records import DiffRecord, Effective
 from mezzo.studies.loop import Finished, Study
 from mezzo.studies.side_by_side import one_after_another
 from paths import SCRIPTS
@@ -43,6 +45,41 @@ def test_whose_rounding_is_measured(a: str, b: str, second: bool, tmp_path: Path
         say=print,
     )
     assert runs.measures_second is second
+
+
+ARITHMETIC = [
+    # sides, what their runs were, what runs again
+    ("bf16,mxfp8", (False, True), ["a bf16:arithmetic=emulated"]),
+    ("nvfp4,bf16", (True, False), ["b bf16:arithmetic=emulated"]),
+    ("bf16:fp32_modules=a,fp8-block", (False, True), ["a bf16:arithmetic=emulated:fp32_modules=a"]),
+    ("bf16,mxfp8", (True, True), []),  # a CPU without BF16
+    ("bf16,mxfp8", (False, False), []),
+    ("fp32,mxfp8", (False, True), []),  # nothing to emulate
+    ("as-is,mxfp8", (False, True), []),
+    ("bf16:arithmetic=native,mxfp8", (False, True), []),  # asked for
+    ("bf16,fp16", (False, True), []),
+]
+
+
+@pytest.mark.parametrize(("typed", "emulated", "again"), ARITHMETIC)
+def test_products_in_16_bits_beside_blocks_are_of_one_arithmetic(
+    typed: str, emulated: tuple[bool, bool], again: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = of_policies(Script(target="train.py"), typed)
+    study = Study(one_after_another, Finished(tmp_path, {}))
+    runs = DiffRuns(a=sides[0], b=sides[1], folder=tmp_path, study=study, steps=(1,), say=print)
+    for name, one in zip("ab", emulated, strict=True):
+        runs.records[name] = build.run_record("fp32", effective=Effective(emulated=one))
+    ran: list[str] = []
+
+    def log(own: DiffRuns, name: str, side: Side, what: str, **settings: object) -> None:
+        ran.append(f"{name} {side.policy}")
+
+    monkeypatch.setattr(DiffRuns, "_log", log)
+    runs._in_one_arithmetic(ValuesLog(), ValuesLog())
+    assert ran == again
+    names = dict(zip("ab", typed.split(","), strict=True)) | dict(one.split(" ") for one in again)
+    assert (runs.a.name, runs.b.name) == (names["a"], names["b"])
 
 
 def test_the_smallest_part() -> None:

@@ -113,6 +113,82 @@ def test_a_set_that_does_not_pay(instead: str, advice: str) -> None:
     assert "blocks.0.fault" not in own.summary
 
 
+def products(verdict: FallbackVerdict = "found", **fields: object) -> FallbackRecord:
+    """Return a record of ``--per-gemm``."""
+    command = ["mezzo", "fallback", "--per-gemm", "--policy", "nvfp4", "train.py"]
+    run = build.run_record("fp32", num_steps=2, script="train.py", command=command)
+    of_layer = [
+        ModuleError(module="up.wgrad", type="Linear", wgrad=0.97, rounded=0.97, flops=2_000, kept=verdict == "found"),
+        ModuleError(module="up.forward", type="Linear", output=0.14, rounded=0.14, flops=2_000),
+        ModuleError(module="Net", type="Net", unnamed=True, flops=9_000),
+    ]
+    known: dict[str, object] = {
+        "run": run,
+        "policy": "nvfp4",
+        "searched": "products",
+        "kept": ["up.wgrad"] if verdict in ("found", "does not pay") else [],
+        "suggested": "nvfp4:bf16_products=up.wgrad",
+        "fp32_share": 0.0,
+        "bf16_share": 0.222,
+        "modules": of_layer,
+    }
+    return record(verdict, **{**known, **fields})
+
+
+HEADLINES_OF_PRODUCTS: list[tuple[FallbackVerdict, str, str]] = [
+    ("found", "1 product of train.py must stay in BF16 under nvfp4, 22.2% of the FLOPs", "run"),
+    (
+        "does not pay",
+        "nvfp4 does not pay for train.py: 1 product with 22.2% of the FLOPs would have to stay in BF16; use bf16",
+        "compare --policies fp32,bf16",
+    ),
+    (
+        "not needed",
+        "No product of train.py needs BF16 under nvfp4: none makes more than rounding on its own",
+        "compare",
+    ),
+    ("elsewhere", "Keeping products of train.py in BF16 does not help under nvfp4", "compare --policies fp32,bf16"),
+    (
+        "not repeatable",
+        "train.py does not compute the same result twice, so precision cannot be judged",
+        "fallback --policy nvfp4 --per-gemm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("verdict", "headline", "step"), HEADLINES_OF_PRODUCTS)
+def test_products_are_kept_in_bf16(verdict: FallbackVerdict, headline: str, step: str) -> None:
+    page = page_of(products(verdict, instead="bf16"))
+    assert page.answer.sentence == headline
+    assert f"mezzo {step}" in page.steps[0].command
+    assert "--per-gemm" not in page.steps[0].command or verdict == "not repeatable"
+
+
+def test_the_terminal_shows_products() -> None:
+    cells = [" ".join(line.split()) for line in shown(products()).splitlines()]
+    assert "keep in BF16 up.wgrad" in cells
+    assert "share of the FLOPs 22.2%" in cells
+    assert "product error FLOPs" in cells
+    assert "up.wgrad 0.97 2.00 kFLOP kept in BF16" in cells
+    assert "up.forward 0.14 2.00 kFLOP" in cells
+    assert "run kept in BF16 error allowed gradient of scale batches" in cells
+    assert not any("FP32 modules" in cell or "Net" in cell for cell in cells)
+    assert products().summary == "train.py under nvfp4: found, up.wgrad in bf16"
+
+
+def test_the_tree_shows_products_below_their_layers() -> None:
+    tree = error_tree(products())
+    assert isinstance(tree, TreeChart)
+    assert "2 products run by themselves" in tree.description
+    assert tree.description.endswith("kept in BF16: up.wgrad.")
+    (layer,) = tree.roots
+    assert (layer.path, layer.text) == ("up", "")
+    assert [(one.path, tuple(one.badges)) for one in layer.children] == [
+        ("up.wgrad", ("kept in BF16",)),
+        ("up.forward", ()),
+    ]
+
+
 def test_what_the_policy_passes_alone() -> None:
     trials = [Verification(kept=[], error=0.01, allowed=0.02, passed=True)]
     headline = "No module of train.py needs FP32 under fp16: rounding explains the error of every gradient"

@@ -19,7 +19,7 @@ BELOW_1 = 1.0 - FP32.eps / 2
 @pytest.mark.parametrize("value", [1.0, -1.0, BELOW_1, -BELOW_1, 0.5, -0.25, 0.0])
 def test_values_up_to_1_stay_so(value: float) -> None:
     run: Any = None
-    moved = Fallback(FallbackSettings(role="noise"), run)._perturbed_tensor(torch.full((1000,), value))
+    moved = Fallback(FallbackSettings(role="noise"), run)._perturbed_tensor(torch.full((1000,), value), eps=FP32.eps)
     assert float(moved.abs().max()) <= 1
     assert float((moved - value).abs().max()) <= 2 * FP32.eps * abs(value)
     if abs(value) not in (0.0, BELOW_1):  # just below 1, half of the moves round back

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from helpers_backward import BOTH_WAYS
+from helpers_in_blocks import in_mxfp8
 from helpers_values import existing
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.fallback.observer import Bench, Calls, FirstCall, differentiable, relative_error
-from mezzo.observe.one_module import TorchModule
+from mezzo.observe.one_module import TorchModule, for_single_modules
 from mezzo.policy import Policy
 
 
@@ -27,9 +28,9 @@ def called(module: nn.Module, *inputs: Tensor) -> FirstCall:
     return calls.first[module]
 
 
-def measured_call(call: FirstCall, policy: str) -> LocalError:
+def measured_call(call: FirstCall, policy: str, *models: nn.Module) -> LocalError:
     chosen = Policy.parse(policy)
-    return Bench(chosen, TorchModule(chosen, "cpu")).measure([call], {call.module: ("it", False)})[0]
+    return Bench(chosen, TorchModule(chosen, "cpu", models=models)).measure([call], {call.module: ("it", False)})[0]
 
 
 def measured(module: nn.Module, *inputs: Tensor, policy: str = "fp16") -> LocalError:
@@ -64,6 +65,78 @@ def test_a_linear_layer_loses_what_rounding_takes(policy: str, dtype: torch.dtyp
     assert found.flops == 3 * 2 * 40 * 32 * 24
     assert found.module == "it"
     assert not found.reason
+
+
+KEPT_PRODUCTS = [("", ()), ("forward", ("output",)), ("wgrad", ("wgrad",)), ("dgrad+0.wgrad", ("dgrad", "wgrad"))]
+
+
+@pytest.mark.parametrize(("kept", "in_bf16"), KEPT_PRODUCTS)
+def test_a_layer_by_itself_computes_in_blocks_as_in_its_model(kept: str, in_bf16: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(64, 96, bias=False), normal(128, 64)
+    call = called(module, x)
+    dy, w = existing(call.gradients[0]), module.weight
+    policy = "mxfp8:end_layers=compute" + (f":bf16_products=0.{kept}" if kept else "")
+    found = measured_call(call, policy, nn.Sequential(module))
+
+    blocks = {
+        "output": (x.double() @ w.double().T, in_mxfp8(x, along=1) @ in_mxfp8(w, along=1).T),
+        "dgrad": (dy.double() @ w.double(), in_mxfp8(dy, along=1) @ in_mxfp8(w, along=0)),
+        "wgrad": (dy.double().T @ x.double(), in_mxfp8(dy, along=0).T @ in_mxfp8(x, along=0)),
+    }
+    for product, (exact, low) in blocks.items():
+        error = getattr(found, product)
+        if product in in_bf16:
+            assert error < 0.004
+        else:
+            assert error == pytest.approx(relative_error([exact], [low.bfloat16().double()]), rel=1e-3)
+            assert error > 0.02
+    assert "forward" not in vars(module)
+
+
+BLOCKS_OF_MODELS = [
+    ("mxfp8", [False, True, False]),  # the ends stay in BF16
+    ("mxfp8:end_layers=compute", [True, True, True]),
+    ("mxfp8:bf16_products=1.*", [False, False, False]),
+    ("nvfp4:fp32_modules=1+other", [False, False, False]),  # a module of another model may be named
+    ("fp8", [True, True, True]),  # operation by operation, also in single modules
+    ("bf16", [False, False, False]),
+]
+
+
+@pytest.mark.parametrize(("policy", "coarse"), BLOCKS_OF_MODELS)
+def test_which_layers_of_a_model_compute_in_few_bits_by_themselves(policy: str, coarse: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    errors = [measured_call(called(layer, normal(64, 64)), policy, model).output for layer in model]
+    assert [existing(error) > 0.02 for error in errors] == coarse
+
+
+def test_a_container_runs_its_layers_in_fp32_in_blocks_too() -> None:
+    torch.manual_seed(0)
+    model = Container(nn.Linear(64, 64), torch.sin)
+    assert existing(measured_call(called(model, normal(64, 64)), "mxfp4:end_layers=compute", model).output) == 0
+
+
+ALONE: list[tuple[str, str]] = [
+    ("fp16-master", "fp16-master:casting=ops:master_weights=false"),
+    ("fp16:init_scale=8:fp32=gelu:fp32_modules=a", "fp16:init_scale=8:fp32=gelu"),
+    ("bf16:reduce=bf16:world=4:reduce_order=tree", "bf16"),
+    ("fp32", "fp32"),
+    ("tf32", "tf32"),
+    ("fp8:fp8_recipe=rowwise:op_lists=device", "fp8:fp8_recipe=rowwise:arithmetic=emulated"),
+    ("nvfp4:scale_rule=four_or_six:bf16_products=*.wgrad", "nvfp4:scale_rule=four_or_six:arithmetic=emulated"),
+    (
+        "mxfp4:hadamard=wgrad:gradient_rounding=stochastic",
+        "mxfp4:hadamard=wgrad:gradient_rounding=stochastic:arithmetic=emulated",
+    ),
+    ("fp8-block:fp8_formats=fnuz", "fp8-block:fp8_formats=fnuz:arithmetic=emulated"),
+]
+
+
+@pytest.mark.parametrize(("policy", "alone"), ALONE)
+def test_the_policy_of_single_modules_keeps_how_operations_compute(policy: str, alone: str) -> None:
+    assert for_single_modules(Policy.parse(policy)) == Policy.parse(alone)
 
 
 class Container(nn.Module):

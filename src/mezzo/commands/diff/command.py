@@ -165,7 +165,7 @@ def _finish_runs(
         record = _record(
             script,
             mode,
-            (sides[0].name, sides[1].name),
+            (runs.a.name, runs.b.name),
             runs.records["a"],
             runs.records.get("b", runs.records["a"]),
             parts,

@@ -56,6 +56,8 @@ class DiffRuns:
         """Return the parts of the record that the runs decide."""
         a = self._log("a", self.a, f"first run: {self.a.name}")
         b = None if a is None else self._log("b", self.b, f"second run: {self.b.name}", in_fp64=True)
+        if a is not None and b is not None:
+            a, b = self._in_one_arithmetic(a, b)
         if a is None or b is None:
             return {"verdict": "failed", "why": self.failed}
         found = judge(a, b)
@@ -73,6 +75,25 @@ class DiffRuns:
         if self.b.policy is not None and lower and parts["verdict"] in ("rounding", "beyond rounding"):
             parts["trials"] = self._trials(self.b.policy, a, b, final_distance(a, b, found))
         return parts
+
+    def _in_one_arithmetic(self, a: ValuesLog, b: ValuesLog) -> tuple[ValuesLog | None, ValuesLog | None]:
+        """Return the values of both sides; one beside layers in blocks, which every device emulates, is emulated as well.
+
+        Else the first difference would be how a kernel adds up, in the first product that both compute in 16 bits.
+        """
+        emulated = [self.records[name].effective.emulated for name in ("a", "b")]
+        policies = self.a.policy, self.b.policy
+        if emulated[0] == emulated[1] or not any(policy is not None and policy.in_blocks for policy in policies):
+            return a, b
+        native = policies[emulated.index(False)]
+        if native is None or not native.lowers or native.op_lists == "device" or native.arithmetic == "native":
+            return a, b
+        policy = native.replace(arithmetic="emulated")
+        if emulated[1]:
+            self.a = self.a.under(policy)
+            return self._log("a", self.a, f"first run again, emulated as the second is: {self.a.name}"), b
+        self.b = self.b.under(policy)
+        return a, self._log("b", self.b, f"second run again, emulated as the first is: {self.b.name}", in_fp64=True)
 
     @property
     def lowers(self) -> bool:

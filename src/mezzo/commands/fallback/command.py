@@ -1,4 +1,4 @@
-"""``mezzo fallback``: the modules of a script that must stay in FP32, verified."""
+"""``mezzo fallback``: the modules of a script that must stay in FP32, or products in BF16, verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = HelpPage(
     group="understand",
     says="find the modules that have to stay in FP32",
     example="mezzo fallback --policy fp16 train.py",
-    shown=("--policy", "--tolerance", "--fresh", "--out", "--resume", "-m"),
+    shown=("--policy", "--per-gemm", "--tolerance", "--fresh", "--out", "--resume", "-m"),
 )
 
 
@@ -34,7 +34,15 @@ FallbackTolerance: TypeAlias = Annotated[
         min=1e-9,
         max=1.0,
         help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
-        "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
+        "0.02 for fp16, 0.16 for bf16, 0.5 for fp8 and blocks]",
+    ),
+]
+PerGemm: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--per-gemm",
+        help="Find single products (forward, dgrad, wgrad) of layers that have to stay in BF16, in place of modules; for policies in "
+        "blocks: mxfp8, mxfp4, nvfp4, fp8-block.",
     ),
 ]
 FallbackFresh: TypeAlias = Annotated[
@@ -47,13 +55,15 @@ def fallback(
     policy: FallbackPolicy = "fp16",
     tolerance: FallbackTolerance = None,
     fresh: FallbackFresh = 2,
+    per_gemm: PerGemm = False,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
     """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
     The script runs unedited, about ten times for a few steps: in FP32, then under the policy with one set of modules after
-    another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
+    another kept in FP32. With --per-gemm these are sets of products in BF16. Pass the policy file to --policy of the other
+    commands, or to mezzo.Session.
 
     With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume FOLDER
     continues a search that was stopped.
@@ -63,6 +73,8 @@ def fallback(
     from mezzo.studies.loop import Study
 
     judged = Policy.of(policy)
+    if per_gemm:
+        script.check_supported("--per-gemm")
     script.check(judged)
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
@@ -80,6 +92,7 @@ def fallback(
                     resume=script.resume is not None,
                     tolerance=tolerance,
                     fresh=fresh,
+                    per_gemm=per_gemm,
                     note=results.note,
                 )
             finished.end()

@@ -1,8 +1,11 @@
-"""Find the modules that must stay in FP32, given a way to run a few training steps.
+"""Find the modules that must stay in FP32, or products in BF16, given a way to run a few training steps.
 
 The order of runs: the FP32 reference, FP32 with its last bit changed, FP32 rounded as coarsely as the policy rounds, the policy with
 nothing kept on all batches, then the search on the first batch, then the set that it found on all batches. How large an error may be is
 decided in ``allowed``.
+
+Under a policy in blocks single products of linear layers are searched for like modules (``per_gemm``); they stay in BF16. FP32 remains
+the reference: what BF16 itself does to a gradient counts, so a set that passes trains like FP32, and the errors of both searches compare.
 
 The verdict is ``not needed`` where the policy alone passes, and where rounding in all modules together explains its error; a set
 with most of the FLOPs ``does not pay``, and a run under BF16 decides what to use instead.
@@ -36,11 +39,27 @@ from mezzo.commands.fallback.search import (
     stand_out,
 )
 from mezzo.errors import PolicyError, ScriptError, SessionError
-from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale
+from mezzo.observe.fallback.evidence import (
+    LocalError,
+    LossyProduct,
+    Measured,
+    StepErrors,
+    fitting_scale,
+    product_errors,
+)
 from mezzo.observe.module_names import covered, outermost
 from mezzo.observe.settings import ROUNDOFFS, FallbackSettings
-from mezzo.policy import Policy
-from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Note, RunRecord, Verification
+from mezzo.policy import PRESETS, Policy
+from mezzo.records import (
+    FORMAT_KEPT,
+    FallbackRecord,
+    FallbackVerdict,
+    ModuleError,
+    Note,
+    RunRecord,
+    Searched,
+    Verification,
+)
 
 _MAX_TOLERANCE = 0.5
 _MOVED = 0.1  # share of a gradient: if FP32's last bit moves most of them by more, the runs do not compute the same
@@ -52,7 +71,7 @@ _MAX_IGNORED = 200
 
 @dataclass(kw_only=True)
 class SearchState:
-    """The state of a search for modules."""
+    """The state of a search for modules, or for products."""
 
     policy: Policy
     tolerance: float
@@ -60,9 +79,12 @@ class SearchState:
     folder: str
     steps: tuple[int, ...]
     note: Callable[[str], None]
+    per_gemm: bool = False
+    """Whether products are searched for."""
     is_strict: bool = False
     """Whether the tolerance was given, so that it alone decides."""
     local: list[LocalError] = field(default_factory=list)
+    """The errors of modules, or of products, by themselves."""
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
     rounding: dict[str, float] = field(default_factory=dict)
@@ -85,6 +107,16 @@ class SearchState:
         """The largest error of each gradient that passes."""
         return Allowed(tolerance=self.tolerance, rounding={} if self.is_strict else self.rounding)
 
+    @property
+    def searched(self) -> Searched:
+        """What the search is for."""
+        return "products" if self.per_gemm else "modules"
+
+    @property
+    def higher(self) -> str:
+        """The format in which they stay."""
+        return FORMAT_KEPT[self.searched].upper()
+
 
 def default_tolerance(policy: Policy) -> float:
     """Return the largest relative error of a gradient that passes under ``policy``."""
@@ -99,24 +131,26 @@ def find(
     folder: str,
     tolerance: float | None = None,
     fresh: int = 2,
+    per_gemm: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
-    """Return which modules must stay in FP32 under ``policy``.
+    """Return which modules must stay in FP32 under ``policy``, or which products in BF16.
 
     Args:
         measure: runs the first steps of the training, the same ones each time.
-        policy: the policy to judge; modules that it already keeps in FP32 stay there.
+        policy: the policy to judge; modules and products that it already keeps stay where they are.
         folder: where runs write their measurements.
         tolerance: the largest relative error of a parameter's gradient that passes; None for what the format's rounding explains.
         fresh: how many more batches the set is checked on.
+        per_gemm: whether to search for products of layers in blocks.
         note: called with each line of progress.
 
     Raises:
-        PolicyError: the policy computes nothing below FP32.
+        PolicyError: the policy computes nothing below FP32, or with ``per_gemm`` no layer in blocks.
         SessionError: the tolerance or the number of batches is out of range.
         ScriptError: the training cannot be run, or its gradients cannot be compared.
     """
-    _check(policy, tolerance, fresh)
+    _check(policy, tolerance, fresh, per_gemm=per_gemm)
     state = SearchState(
         policy=policy,
         tolerance=default_tolerance(policy) if tolerance is None else tolerance,
@@ -124,17 +158,24 @@ def find(
         folder=folder,
         steps=tuple(range(1, fresh + 2)),
         note=note,
+        per_gemm=per_gemm,
         is_strict=tolerance is not None,
     )
     verdict, reason, kept, run = _judge(state)
     return _record(state, run, verdict, reason, kept)
 
 
-def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
+def _check(policy: Policy, tolerance: float | None, fresh: int, *, per_gemm: bool) -> None:
     if not policy.lowers:
         raise PolicyError(
             f"policy {policy!s} computes everything in FP32 or TF32; there is nothing to keep in FP32",
             hint="choose a policy that lowers, such as fp16, bf16 or fp8",
+        )
+    if per_gemm and not policy.in_blocks:
+        allowed = ", ".join(name for name, preset in PRESETS.items() if preset.in_blocks)
+        raise PolicyError(
+            f"per-gemm asks for products in blocks, and policy {policy!s} computes none; allowed: {allowed}",
+            hint="choose one of them, or leave per-gemm out, which searches for modules to keep in FP32",
         )
     if tolerance is not None and not 0 < tolerance < 1:
         raise SessionError(
@@ -151,7 +192,7 @@ def _judge(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet, RunReco
     reference, run = state.measure(Policy.parse("fp32"), settings, tuple)
     state.reference = reference, run
     state.has_op_lists = run.library != "keras"
-    state.local = _ranked(reference.local, state.policy)
+    state.local = _ranked(product_errors(reference) if state.per_gemm else reference.local, state.policy)
     state.steps = tuple(step.step for step in reference.steps)
     broken = sorted(name for step in reference.steps for name, error in step.errors.items() if error != 0)
     if broken:
@@ -161,6 +202,11 @@ def _judge(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet, RunReco
         raise ScriptError(
             f"{run.script} calls no module whose parameters get gradients, so there is none to keep in FP32",
             hint=f"call the model as model(x), not as model.forward(x): {state.policy.name} lowers nothing outside modules either",
+        )
+    if state.per_gemm and all(local.unnamed for local in state.local):
+        raise ScriptError(
+            f"no product of {run.script} that has a name computes in blocks under {state.policy!s}",
+            hint=f"mezzo run --policy {state.policy!s} says why each layer stays in BF16; end_layers=compute includes first and last",
         )
     return *_after_reference(state), run
 
@@ -210,7 +256,7 @@ def _judge_noise(state: SearchState) -> str:
 
 def _judge_rounding(state: SearchState) -> str:
     """Measure what rounding alone does to each gradient; return why none can be judged, or an empty string."""
-    coarse = state.policy.required_formats[0].name
+    coarse = state.policy.compute if state.policy.in_blocks else state.policy.required_formats[0].name
     state.note(f"FP32 again, rounded as coarsely as {coarse}")
     settings = FallbackSettings(
         role="rounding", steps=state.steps, policy=state.policy, folder=state.folder, name="rounding"
@@ -239,7 +285,7 @@ def _searched(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     before = state.trials[0]
     where = f"on {len(state.steps)} batches" if len(state.steps) > 1 else "on one batch"
     if before.passed:
-        return _passed(before, where)
+        return _passed(state, where)
     if (rounding := _as_rounding(state, judged, where)) is not None:
         return rounding
     names = [local.module for local in state.local if not local.unnamed]
@@ -269,8 +315,8 @@ def _as_rounding(
         return None
     explained, before = state.allowed.is_rounding(judged), state.trials[0]
     shared = (
-        f"the gradient of {before.tensor} is off by {before.error:.2g}, {where}, but no module that was run by itself makes more than "
-        "rounding"
+        f"the gradient of {before.tensor} is off by {before.error:.2g}, {where}, but no {state.searched[:-1]} that was run by itself makes "
+        "more than rounding"
     )
     if explained is None:
         return (
@@ -278,7 +324,7 @@ def _as_rounding(
             f"{shared}; rounding alone moves gradients as much, so whether one is lost cannot be told",
             (),
         )
-    remedy = "all of them together make the error, and keeping some in FP32 is no remedy"
+    remedy = "all of them together make the error, and keeping some in {state.higher} is no remedy"
     return ("not needed", f"{shared}: {remedy}", ()) if explained else None
 
 
@@ -291,10 +337,14 @@ def _not_opened(state: SearchState) -> set[str]:
     return {local.module for local in state.local if _suspicion(local) > state.tolerance and local.flops <= most}
 
 
-def _passed(before: Verification, where: str) -> tuple[FallbackVerdict, str, ModuleSet]:
-    if before.error == 0:
+def _passed(state: SearchState, where: str) -> tuple[FallbackVerdict, str, ModuleSet]:
+    if state.trials[0].error == 0:
         return "not needed", f"every gradient is the same to the bit as in FP32, {where}: {_CHANGED_NOTHING}", ()
-    return "not needed", f"with nothing kept in FP32 no gradient is off by more than rounding explains, {where}", ()
+    return (
+        "not needed",
+        f"with nothing kept in {state.higher} no gradient is off by more than rounding explains, {where}",
+        (),
+    )
 
 
 def _found(
@@ -302,13 +352,14 @@ def _found(
 ) -> tuple[FallbackVerdict, str, ModuleSet]:
     if (rounding := _as_rounding(state, judged, how, kept)) is not None:
         return rounding
-    if _fp32_share(state, kept) > _PAYS_UP_TO:
+    why = f"with fewer {state.searched} a gradient is off by more than is allowed; {how}"
+    if _kept_share(state, kept) > _PAYS_UP_TO:
         _find_instead(state)
-        return "does not pay", f"with fewer modules a gradient is off by more than is allowed; {how}", kept
-    return "found", f"with fewer modules a gradient is off by more than is allowed; {how}", kept
+        return "does not pay", why, kept
+    return "found", why, kept
 
 
-def _fp32_share(state: SearchState, kept: ModuleSet) -> float:
+def _kept_share(state: SearchState, kept: ModuleSet) -> float:
     """Return the share of all models' FLOPs that ``kept`` has."""
     models = sum(local.flops for local in state.local if local.unnamed)
     flops = {local.module: local.flops for local in state.local if not local.unnamed}
@@ -335,12 +386,12 @@ def _find_instead(state: SearchState) -> None:
 def _elsewhere(state: SearchState) -> tuple[FallbackVerdict, str, ModuleSet]:
     """Return the verdict that no set of modules helps, and whether operations in FP32 do."""
     least = min(state.trials, key=lambda trial: trial.excess)
+    error = f"a gradient's error is still too large ({least.tensor or 'no gradient'}: {least.error:.2g})"
+    if state.per_gemm:
+        return "elsewhere", f"with every product in BF16 {error}. What computes in BF16 in any case makes it", ()
     outcome = _operations_in_fp32(state) if state.has_op_lists else "Keras cannot keep single operations in FP32"
-    reason = (
-        f"with all named modules in FP32 a gradient's error is still too large ({least.tensor or 'no gradient'}: "
-        f"{least.error:.2g}). The cause is in the model's own forward or in the script, or it is not precision; {outcome}"
-    )
-    return "elsewhere", reason, ()
+    where = "The cause is in the model's own forward or in the script, or it is not precision"
+    return "elsewhere", f"with all named modules in FP32 {error}. {where}; {outcome}", ()
 
 
 def _operations_in_fp32(state: SearchState) -> str:
@@ -360,7 +411,7 @@ def _operations_in_fp32(state: SearchState) -> str:
 
 
 def _lossy(product: LossyProduct, policy: Policy) -> str:
-    form = policy.required_formats[0].name.upper()
+    form = (policy.storage if policy.in_blocks else policy.required_formats[0]).name.upper()
     return (
         f"the first product that {form} cannot hold is at {product.line}: it makes {min(1.0, product.lost):.0%} of the "
         "differences between its rows wrong, as of positions that round to one number"
@@ -385,7 +436,7 @@ def _run_check(
     state: SearchState, kept: ModuleSet, *, operations: ModuleSet = (), all_steps: bool
 ) -> tuple[list[StepErrors], float]:
     """Run the training with modules or operations in FP32 as well; return the errors by step, and the initial loss scale."""
-    policy = in_fp32(_keeping(state.policy, kept), operations)
+    policy = in_fp32(_keeping(state, kept), operations)
     if policy.loss_scale == "dynamic":
         policy = policy.replace(init_scale=_scale(state, policy, kept))
     settings = FallbackSettings(
@@ -417,14 +468,15 @@ def _add_trial(
         passed=error <= state.allowed.of(tensor),
     )
     state.trials.append(trial)
-    num, kind = (len(operations), "operation") if operations else (len(kept), "module")
-    what = f"{num} {kind}{'' if num == 1 else 's'} in FP32" if num else "nothing in FP32"
+    num, kind = (len(operations), "operation") if operations else (len(kept), state.searched[:-1])
+    what = f"{num} {kind}{'' if num == 1 else 's'} in {state.higher}" if num else f"nothing in {state.higher}"
     state.note(f"{what}: {tensor} is off by {error:.2g}" if tensor else f"{what}: it fails")
     return trial.excess
 
 
-def _keeping(policy: Policy, kept: Sequence[str]) -> Policy:
-    return policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *kept))))
+def _keeping(state: SearchState, kept: Sequence[str]) -> Policy:
+    name = "bf16_products" if state.per_gemm else "fp32_modules"
+    return state.policy.replace(**{name: tuple(dict.fromkeys((*getattr(state.policy, name), *kept)))})
 
 
 def _scale(state: SearchState, policy: Policy, kept: ModuleSet) -> float:
@@ -478,10 +530,12 @@ def _record(
         verdict=verdict,
         reason=reason,
         kept=list(kept),
+        searched=state.searched,
         operations=list(state.operations),
-        suggested=str(in_fp32(_keeping(state.policy, kept), state.operations)),
+        suggested=str(in_fp32(_keeping(state, kept), state.operations)),
         instead=state.instead,
-        fp32_share=_fp32_share(state, kept),
+        fp32_share=0.0 if state.per_gemm else _kept_share(state, kept),
+        bf16_share=_kept_share(state, kept) if state.per_gemm else None,
         error_before=state.trials[0].error if state.trials else None,
         error_after=_after(state, kept) if verdict in ("found", "does not pay", "not needed") else None,
         steps=list(state.steps),
@@ -519,7 +573,7 @@ def _notes(state: SearchState) -> list[Note]:
         )
     alone = [local for local in state.local if local.reason]
     if alone:
-        value = f"{len(alone)} modules, as {alone[0].module}" if len(alone) > 1 else alone[0].module
+        value = f"{len(alone)} {state.searched}, as {alone[0].module}" if len(alone) > 1 else alone[0].module
         notes.append(Note(what="not run by themselves", value=value, reason=alone[0].reason))
     return notes
 

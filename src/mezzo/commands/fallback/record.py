@@ -1,4 +1,4 @@
-"""The modules of a training script that must stay in FP32 under a policy, with the evidence."""
+"""The modules of a training script that must stay in FP32 under a policy, or the products in BF16, with the evidence."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from mezzo.records.values import Note, Value, WholeRecord
 FallbackVerdict: TypeAlias = Literal[
     "found", "does not pay", "not needed", "elsewhere", "undecided", "not repeatable", "fp32 fails"
 ]
+Searched: TypeAlias = Literal["modules", "products"]
+"""What a search is for; a product is one of a linear layer in blocks."""
+FORMAT_KEPT: dict[Searched, str] = {"modules": "fp32", "products": "bf16"}
+"""The format in which they stay."""
 _TIMES_CLEAR, _MOST_CLEAR = 5, 0.8
 
 
@@ -23,10 +27,11 @@ def clear_error(tolerance: float) -> float:
 class ModuleError(Value):
     """The error of one module that runs alone, on its FP32 inputs: the lower precision compared with FP32.
 
-    A container's error comes from its own operations, with its children in FP32.
+    A container's error comes from its own operations, with its children in FP32. A product's is the one of its result.
     """
 
     module: str
+    """Its name; of a product, its layer's, a dot and ``forward``, ``dgrad`` or ``wgrad``."""
     type: str
     unnamed: bool = False
     """Whether ``fp32_modules`` cannot name it, because it is the model that the script calls."""
@@ -46,7 +51,7 @@ class ModuleError(Value):
 
 
 class Verification(Value):
-    """One training run with a set of modules, or of operations, kept in FP32, compared with FP32."""
+    """One training run with a set of modules or operations in FP32, or of products in BF16, compared with FP32."""
 
     kept: list[str]
     operations: list[str] = []
@@ -69,7 +74,7 @@ class Verification(Value):
 
 
 class FallbackRecord(WholeRecord):
-    """The modules to keep in FP32, the local errors that rank them and the runs that verified them."""
+    """The modules to keep in FP32, or products in BF16, the local errors that rank them and the runs that verified them."""
 
     kind: Literal["fallback"] = "fallback"
     run: RunRecord
@@ -81,8 +86,9 @@ class FallbackRecord(WholeRecord):
     tolerance: float
     verdict: FallbackVerdict
     reason: str
+    searched: Searched = "modules"
     kept: list[str] = []
-    """The modules to keep in FP32, beyond those that the policy keeps."""
+    """The modules to keep in FP32, or products in BF16, beyond those that the policy keeps."""
     operations: list[str] = []
     """Operations, or families of them, to keep in FP32 wherever they run, if no set of modules helps; empty if these do not help either."""
     suggested: str = ""
@@ -91,7 +97,9 @@ class FallbackRecord(WholeRecord):
     """If the set does not pay, the policy to use instead: ``bf16`` if it passed on the same batches, else ``fp32``."""
     policy_file: str = ""
     fp32_share: float = 0.0
-    """Share of the model's product FLOPs in them."""
+    """Share of the model's product FLOPs in the modules to keep."""
+    bf16_share: float | None = None
+    """The same of the products to keep; None if modules were searched for."""
     error_before: float | None = None
     """The error with nothing kept, fresh batches included: of the gradient that is furthest beyond what is allowed."""
     error_after: float | None = None
@@ -99,7 +107,7 @@ class FallbackRecord(WholeRecord):
     steps: list[int] = []
     """Batches on which the final set was checked; the search used the first."""
     modules: list[ModuleError] = []
-    """The most suspect first."""
+    """Modules, or products, by themselves, the most suspect first."""
     verifications: list[Verification] = []
     noise: float | None = None
     """The largest error of a judged gradient when FP32 itself rounds differently."""
@@ -111,11 +119,21 @@ class FallbackRecord(WholeRecord):
 
     @property
     def summary(self) -> str:
-        """The script, the verdict and what to keep in FP32, in one line."""
+        """The script, the verdict and what to keep, in one line."""
         kept = ", ".join([*self.kept, *self.operations]) if self.helps else ""
         return f"{PurePath(self.run.script).name} under {self.policy}: {self.verdict}" + (
-            f", {kept} in fp32" if kept else ""
+            f", {kept} in {self.format_kept}" if kept else ""
         )
+
+    @property
+    def format_kept(self) -> str:
+        """The format in which modules or products stay."""
+        return FORMAT_KEPT[self.searched]
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the model's product FLOPs that stay there."""
+        return self.fp32_share if self.bf16_share is None else self.bf16_share
 
     @property
     def helps(self) -> bool:

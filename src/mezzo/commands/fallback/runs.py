@@ -30,6 +30,7 @@ def fallback_of_script(
     resume: bool = False,
     tolerance: float | None = None,
     fresh: int = 2,
+    per_gemm: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> FallbackRecord:
     """Return which modules of a script have to stay in FP32 under the policy of ``request``.
@@ -44,6 +45,7 @@ def fallback_of_script(
         resume: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None to follow the format.
         fresh: on how many more batches the set of modules is checked.
+        per_gemm: whether products of layers in blocks are searched for.
         note: called with each message.
     """
     runs = (folder / _RUNS).absolute()
@@ -55,7 +57,7 @@ def fallback_of_script(
     assert policy is not None
     resumable = False
     try:
-        return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
+        return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, per_gemm=per_gemm, note=note)
     except Stopped:
         resumable = True
         raise

@@ -14,12 +14,16 @@ For ``wgrad`` a recipe may mix the rows of both operands first, which changes no
 random, with seeds from the gradient and the weight: the weight changes with every update, so equal gradients are rounded anew.
 
 Products that a policy keeps in 16 bits are emulated as ``emulation_nodes.Linear`` does.
+
+What a GPU's unit does in one kernel is one product for observers: ``unrounded`` has its operands, which what runs inside rounds.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +34,7 @@ from mezzo.engine.matrix_units.accumulation import product
 from mezzo.engine.matrix_units.block_formats import in_blocks, rounded, seed_of, transformed
 from mezzo.engine.matrix_units.emulation_nodes import wants
 from mezzo.formats import BF16, FP8_BLOCK, FP32, Format, Recipe
-from mezzo.policyfields import PROMOTED
-
-LayerProduct: TypeAlias = Literal["forward", "dgrad", "wgrad"]
+from mezzo.policyfields import LAYER_PRODUCTS, PROMOTED, LayerProduct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class LayerPlan:
     accumulate: str = FP32.name
     """How products of 8-bit blocks are added up, in a policy's word: in FP32, or promoted after every block."""
 
+    @property
+    def in_blocks(self) -> list[LayerProduct]:
+        """The products whose operands are rounded in blocks."""
+        return [product for product in LAYER_PRODUCTS if product not in self.in_16_bits]
+
     def format_of(self, product: LayerProduct) -> str:
         """Return the name of the format in which a product is counted."""
         return BF16.name if product in self.in_16_bits else self.recipe.product or self.recipe.values.name
@@ -52,8 +59,9 @@ class LayerPlan:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
     """Emulate a linear layer; ``x`` (..., in) and the result (..., out) are BF16, ``weight`` (out, in) is BF16 or FP32."""
+    low = None if bias is None else bias.to(x.dtype)
     y: Tensor = _BlockLinear.apply(x, weight, plan)
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if low is None else y + low
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -62,13 +70,7 @@ class _BlockLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.stands_for = plan, plan.format_of("forward")
         rows, low = x.reshape(-1, x.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
-        if "forward" in plan.in_16_bits:
-            wide = F.linear(rows.float(), low.float())
-        elif plan.accumulate == PROMOTED:
-            wide = _promoted((rows, plan.recipe.values, 1), (low, plan.recipe.weights, 1))
-        else:
-            wide = F.linear(rounded(rows, plan.recipe.values, along=1), rounded(low, plan.recipe.weights, along=1))
-        return wide.to(x.dtype).view(*x.shape[:-1], len(weight))
+        return _product(rows, low.mT, lambda: _forward(rows, low, plan)).to(x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -76,16 +78,48 @@ class _BlockLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         plan: LayerPlan = ctx.plan
         rows, low = grad.reshape(-1, grad.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
-        seed = seed_of(rows, low) if plan.recipe.stochastic else None
+        seed = _product(rows, low, lambda: seed_of(rows, low)) if plan.recipe.stochastic else None
         grad_x = grad_weight = None
         if wants(ctx, 0):
             ctx.stands_for = plan.format_of("dgrad")
-            grad_x = _dgrad(rows, low, plan, seed).to(x.dtype).view(x.shape)
+            grad_x = _product(rows, low, lambda: _dgrad(rows, low, plan, seed)).to(x.dtype).view(x.shape)
         if wants(ctx, 1):
             ctx.stands_for = plan.format_of("wgrad")
             columns = x.reshape(-1, x.shape[-1]).contiguous()
-            grad_weight = _wgrad(rows, columns, plan, None if seed is None else seed ^ 1).to(x.dtype).to(weight.dtype)
+            wide = _product(rows.mT, columns, lambda: _wgrad(rows, columns, plan, seed))
+            grad_weight = wide.to(x.dtype).to(weight.dtype)
         return grad_x, grad_weight, None
+
+
+class _Local(threading.local):
+    operands: tuple[Tensor, Tensor] | None = None
+
+
+_LOCAL = _Local()
+
+
+def unrounded() -> tuple[Tensor, Tensor] | None:
+    """Return the operands of the product that a unit computes in this thread, (rows, sums) and (sums, columns); None if there is none."""
+    return _LOCAL.operands
+
+
+def _product(a: Tensor, b: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Run a part of a unit's work on operands that it rounds itself."""
+    if torch.compiler.is_compiling():
+        return compute()
+    before, _LOCAL.operands = _LOCAL.operands, (a, b)
+    try:
+        return compute()
+    finally:
+        _LOCAL.operands = before
+
+
+def _forward(x: Tensor, weight: Tensor, plan: LayerPlan) -> Tensor:
+    if "forward" in plan.in_16_bits:
+        return F.linear(x.float(), weight.float())
+    if plan.accumulate == PROMOTED:
+        return _promoted((x, plan.recipe.values, 1), (weight, plan.recipe.weights, 1))
+    return F.linear(rounded(x, plan.recipe.values, along=1), rounded(weight, plan.recipe.weights, along=1))
 
 
 def _dgrad(grad: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None) -> Tensor:
@@ -101,6 +135,7 @@ def _wgrad(grad: Tensor, x: Tensor, plan: LayerPlan, seed: Tensor | None) -> Ten
         return grad.float().mT @ x.float()
     if plan.accumulate == PROMOTED:
         return _promoted((grad, plan.recipe.gradients, 0), (x, plan.recipe.values, 0))
+    seed = None if seed is None else seed ^ 1
     if plan.recipe.hadamard:
         grad, x = transformed(grad), transformed(x)
     values: Format = plan.recipe.values

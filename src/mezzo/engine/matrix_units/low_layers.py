@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine.casts import conversion
-from mezzo.engine.matrix_units.block_linear import LayerPlan, LayerProduct, linear
+from mezzo.engine.matrix_units.block_linear import LayerPlan, linear
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.engine.matrix_units.native_units import (
     MxLinear,
@@ -36,7 +36,7 @@ from mezzo.engine.matrix_units.native_units import (
 from mezzo.explain import Choice
 from mezzo.formats import FP32, Recipe
 from mezzo.policy import Policy
-from mezzo.policyfields import recipe_of, split_product
+from mezzo.policyfields import LAYER_PRODUCTS, LayerProduct, recipe_of, split_product
 
 SizeFault = Literal["not multiples", "too small"]
 """Why a linear layer's sizes keep it in 16 bits."""
@@ -48,7 +48,6 @@ _OTHER_DTYPE = "its weight is in a format that is never cast"
 _OF_TRANSFORMER_ENGINE = "a layer of TransformerEngine, whose own recipe decides in which format it computes"
 _IN_FP32 = "the policy keeps it in FP32"
 _IN_BF16 = "the policy keeps it in BF16"
-_PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
 _Judged = list[tuple[str, nn.Linear, str | None]]
 """Linear layers by name, with the reason why each is left alone, or None."""
 
@@ -72,17 +71,39 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
         return None
     _check_products(models, policy)
     judged = [_judged(model, policy, recipe) for model in models]
-    chosen = [(name, layer) for of_model in judged for name, layer, reason in of_model if reason is None]
+    chosen = [one for of_model in judged for one in _chosen(of_model)]
     config = float8_config(policy) if chosen and not recipe.by_layer else None
     for name, layer in chosen:
         if not recipe.by_layer:
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
-            kept = _in_16_bits(name, policy)
-            plan = LayerPlan(recipe=recipe, in_16_bits=kept, accumulate=policy.accumulate)
-            product = mxfp8_linear(policy) if not emulated else None
-            conversion.wrap(layer, _in_blocks, layer, plan, product, policy.storage.dtype)
+            use_blocks(layer, _plan(name, policy, recipe), policy, product=None if emulated else mxfp8_linear(policy))
     return len(chosen), _left_alone(judged, policy)
+
+
+def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, LayerPlan]]:
+    """Return the linear layers of ``model`` that compute in blocks under ``policy``, by name, with their plans; it changes none.
+
+    Patterns of the policy may name modules of other models.
+    """
+    recipe = recipe_of(policy)
+    if recipe is None or not recipe.by_layer:
+        return {}
+    own = policy.replace(fp32_modules=tuple(conversion.matching_patterns(model, policy.fp32_modules)))
+    return {name: (layer, _plan(name, own, recipe)) for name, layer in _chosen(_judged(model, own, recipe))}
+
+
+def _plan(name: str, policy: Policy, recipe: Recipe) -> LayerPlan:
+    return LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy), accumulate=policy.accumulate)
+
+
+def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy, *, product: MxLinear | None = None) -> None:
+    """Make a layer compute in blocks in regions of ``policy``, by the device's ``product`` if it has one, else emulated."""
+    conversion.wrap(layer, _in_blocks, layer, plan, product, policy.storage.dtype)
+
+
+def _chosen(judged: _Judged) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer, reason in judged if reason is None]
 
 
 def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:
@@ -105,7 +126,7 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
 def _in_16_bits(name: str, policy: Policy) -> frozenset[LayerProduct]:
     """Return the products of the layer ``name`` that ``policy`` keeps in BF16."""
     wanted = [product for layer, product in map(split_product, policy.bf16_products) if fnmatchcase(name, layer)]
-    return frozenset(_PRODUCTS if "*" in wanted else (product for product in _PRODUCTS if product in wanted))
+    return frozenset(product for product in LAYER_PRODUCTS if product in wanted or "*" in wanted)
 
 
 def matching_products(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -156,7 +177,7 @@ def _why_not(name: str, layer: nn.Linear, policy: Policy, recipe: Recipe) -> str
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    if len(_in_16_bits(name, policy)) == len(_PRODUCTS):
+    if len(_in_16_bits(name, policy)) == len(LAYER_PRODUCTS):
         return _IN_BF16
     fault = fault_of_sizes(layer.out_features, layer.in_features, recipe)
     if fault is None:

@@ -283,7 +283,7 @@ class TorchRun:
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``, for observers."""
-        return TorchModule(policy, self.precision.device_type or "cpu")
+        return TorchModule(policy, self.precision.device_type or "cpu", models=list(self.objects.roots))
 
     def checked_contract(self, *, failed: bool) -> CheckedContract | None:
         """Return what was found of the contract on formats in a run that ``failed`` or not; None without one."""

@@ -11,6 +11,7 @@ from mezzo.error_texts import leaves_range, refuses_format
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
 from mezzo.observe.settings import FITTING, FallbackSettings
 from mezzo.policy import Policy
+from mezzo.policyfields import LAYER_PRODUCTS
 from mezzo.records import ModuleError, RunRecord, Value
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
@@ -57,10 +58,34 @@ class Measured(Value):
     local: list[LocalError] = []
     lossy: LossyProduct | None = None
     """In the reference, the first product of the forward pass that loses its digits under the policy."""
+    products: dict[str, list[str]] = {}
+    """In the reference, the products that the policy computes in blocks, by layer."""
     steps: list[StepErrors] = []
     """Errors relative to the reference; in the reference itself 0, or infinite for a non-finite gradient."""
     problem: str = ""
     """Why the gradients of this run cannot be compared."""
+
+
+def product_errors(measured: Measured) -> list[LocalError]:
+    """Return the errors of products in blocks, each as a module ``layer.product`` is: a product is searched for as a module is.
+
+    A linear layer by itself makes the errors of its products, which have as many FLOPs each. A product that the first step did not compute
+    is left out. The models stay, without errors, for their FLOPs.
+    """
+    local = {error.module: error for error in measured.local if not error.unnamed}
+    found = [LocalError(module=e.module, type=e.type, unnamed=True, flops=e.flops) for e in measured.local if e.unnamed]
+    for layer, products in measured.products.items():
+        alone = local.get(layer) or LocalError(
+            module=layer, type="Linear", reason="no gradient reached it in the first step"
+        )
+        errors = {"forward": alone.output, "dgrad": alone.dgrad, "wgrad": alone.wgrad}
+        ran = [product for product in LAYER_PRODUCTS if alone.reason or errors[product] is not None]
+        for product in (product for product in products if product in ran):
+            error, name = errors[product], f"{layer}.{product}"
+            one = LocalError(module=name, type=alone.type, reason=alone.reason, flops=alone.flops // len(ran))
+            column = "output" if product == "forward" else product
+            found.append(one.model_copy(update={column: error, "rounded": error or 0.0}))
+    return found
 
 
 def fitting_scale(largest: float, most: float) -> float:
@@ -91,6 +116,7 @@ class Measurements:
         self._settings, self._norm, self._distance = settings, norm, distance
         self.steps: list[StepErrors] = []
         self.local: list[LocalError] = []
+        self.products: dict[str, list[str]] = {}
         self._problem = ""
 
     def add_reference(self, step: int, finite: Mapping[str, bool]) -> None:
@@ -122,7 +148,9 @@ class Measurements:
 
     def write(self, *, lossy: LossyProduct | None = None) -> None:
         """Write the measurements, and the first product that loses its digits, to the folder of the search."""
-        measured = Measured(local=self.local, lossy=lossy, steps=self.steps, problem=self._problem)
+        measured = Measured(
+            local=self.local, lossy=lossy, products=self.products, steps=self.steps, problem=self._problem
+        )
         measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
 
 
@@ -152,6 +180,7 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
     return Measured(
         local=list(local.values()),
         lossy=first.lossy,
+        products=first.products,
         steps=[StepErrors(step=step.step, errors=errors[step.step]) for step in first.steps],
         problem=next((measured.problem for measured in by_rank if measured.problem), ""),
     )

@@ -40,8 +40,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.engine.casts.conversion import to_format
 from mezzo.engine.gradients import put_back, set_aside, trained_by
+from mezzo.engine.matrix_units.low_layers import planned
 from mezzo.engine.processes.shards import is_shared
-from mezzo.formats import FP32
+from mezzo.formats import FP32, Format
 from mezzo.measure.flops import FlopCounter
 from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measurements, scale_alone
 from mezzo.observe.observer import ObservedRun, Observer
@@ -75,6 +76,8 @@ class Fallback(Observer):
         self._lossy: LossyProduct | None = None
         self._signs: dict[torch.device, torch.Generator] = {}
         self._probing = False
+        self._in_blocks: tuple[int, set[nn.Module]] = (0, set())
+        """The layers that the policy computes in blocks, of so many models."""
 
     # --- observation ------------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class Fallback(Observer):
             mapped = readable(str(path)) == str(path)  # torch maps no file whose name this locale has not understood
             self._reference = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         else:
-            self._products = LossyProducts(self._settings.policy.required_formats[0].dtype)
+            self._products = LossyProducts(rounded_outside_layers(self._settings.policy).dtype)
             self._products.__enter__()
         self._begin_immediately()
 
@@ -214,6 +217,9 @@ class Fallback(Observer):
             names.setdefault(root, (type(root).__name__, True))
         self._probing = True
         try:
+            for root in roots:
+                for name, (_, plan) in planned(root, self._settings.policy).items():
+                    self._measured.products.setdefault(name, list(plan.in_blocks))
             bench = Bench(self._settings.policy, self.run.one_module(self._settings.policy))
             with self.run.phase.as_in_backward():
                 self._measured.local.extend(bench.measure(calls, names))
@@ -226,10 +232,26 @@ class Fallback(Observer):
     def _perturbed(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
-        return tree_map_only(Tensor, self._perturbed_tensor, output)
+        eps = self._unit(module) if self._settings.role == "rounding" else FP32.eps
+        return tree_map_only(Tensor, functools.partial(self._perturbed_tensor, eps=eps), output)
 
-    def _perturbed_tensor(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with every element moved by about one unit in its last place, up or down at random.
+    def _unit(self, module: nn.Module) -> float:
+        """Return how far rounding moves a module's outputs: by a unit in the last place of its format.
+
+        A product in blocks has the errors of all its operands, not one of its result. They average to less than half a unit of theirs.
+        """
+        policy = self._settings.policy
+        if not policy.in_blocks:
+            return policy.required_formats[0].eps
+        roots = list(self.run.objects.roots)
+        if self._in_blocks[0] != len(roots):
+            layers: set[nn.Module] = {layer for root in roots for layer, _ in planned(root, policy).values()}
+            self._in_blocks = len(roots), layers
+        coarse = module in self._in_blocks[1]
+        return policy.required_formats[0].eps / 2 if coarse else rounded_outside_layers(policy).eps
+
+    def _perturbed_tensor(self, tensor: Tensor, *, eps: float) -> Tensor:
+        """Return ``tensor`` with every element moved by about ``eps`` of itself, up or down at random.
 
         Values do not cross 1 and -1, so that probabilities and cosines stay in their range: operations that read them may reject
         others. In a coarser format, what it can represent stays as it is, as it does when it is rounded: counts, indices, masks.
@@ -238,15 +260,18 @@ class Fallback(Observer):
             return tensor
         if tensor.device not in self._signs:  # a generator of its own leaves the script's random numbers unchanged
             self._signs[tensor.device] = torch.Generator(tensor.device)
-        coarse = self._settings.role == "rounding"
-        eps = self._settings.policy.required_formats[0].eps if coarse else FP32.eps
         size = tensor.detach().abs()
         signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
         signs.masked_fill_((size <= 1) & (size * (1 + eps) > 1), -1)
-        if coarse:
+        if self._settings.role == "rounding":
             digits = torch.frexp(size).mantissa * (2 / eps)
             signs.masked_fill_(digits == digits.round(), 0)
         return tensor * signs.mul_(eps).add_(1)
+
+
+def rounded_outside_layers(policy: Policy) -> Format:
+    """Return the format to which ``policy`` rounds the operands of products, outside its layers in blocks."""
+    return policy.storage if policy.in_blocks else policy.required_formats[0]
 
 
 def _plain(gradient: Any, *, scale: float) -> Tensor:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import has_fp64
 from mezzo.engine.casts.autocast_kernels import flat_tensors
+from mezzo.engine.matrix_units.block_linear import unrounded
 from mezzo.engine.matrix_units.emulation import running
 from mezzo.error_texts import leaves_range
 from mezzo.formats import FP32, FP64
@@ -272,7 +273,7 @@ class InfinityTracer(PlacingTracer):
             return func(*args, **kwargs)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        operation = self.attempt(lambda: self._prepared(func, args, kwargs))
+        operation = self.attempt(lambda: self._prepared(func, unrounded() or args, kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (RuntimeError, TypeError, NotImplementedError) as error:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.matrix_units.block_formats import block_scales, in_tiles, rounded, seed_of, transformed
-from mezzo.engine.matrix_units.block_linear import LayerProduct
 from mezzo.engine.matrix_units.low_layers import fault_of_sizes
 from mezzo.formats import BF16, Format, Recipe
 from mezzo.policy import Policy
-from mezzo.policyfields import recipe_of
+from mezzo.policyfields import LayerProduct, recipe_of
 from mezzo.records import BlockLoss, BlockOperand
 
 JUDGED = (

@@ -1,8 +1,9 @@
 """Record every operation of a step as an event: what it reads, its settings, and fingerprints of its results.
 
 Mezzo's own operations, views and allocations are left out; a view shows in the part of a value that is read. The casts around an emulated
-product are part of it, so that its result is the rounded one, as a GPU's is. An optimizer's update is one event for each parameter: its
-operations are not recorded.
+product and its bias are part of it, so that its result is the rounded one, as a GPU's is. So is the rounding of its operands in blocks: it
+reads them as they were before, and its error, which is mirrored, is the one of all its roundings. An optimizer's update is one event for
+each parameter: its operations are not recorded.
 
 With ``mirrored``, every result gets the opposite rounding error at random elements. Each operation is computed again in FP64 on the same
 operands; ``x`` then becomes ``2 * exact - x``, rounded at random to one of the two nearest numbers of its format. So values move by as
@@ -16,6 +17,7 @@ that draw random numbers or have no kernel in FP64 are not mirrored.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from mezzo.devices import has_fp64
 from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.kernels import cpu
+from mezzo.engine.matrix_units.block_linear import unrounded
 from mezzo.engine.matrix_units.emulation import running
 from mezzo.formats import FP64
 from mezzo.measure.flops import FLOP_COUNTS, OperandFormats
@@ -245,7 +248,8 @@ class ValuesTracer(PlacingTracer):
         self._running = func, args
         if self._stepping or self._is_own():
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.overloadpacket is torch.ops.aten.mul and not (self._stepping or self._inspecting):
+            inside = self._stepping or self._inspecting or unrounded() is not None
+            if func.overloadpacket is torch.ops.aten.mul and not inside:
                 self.attempt(lambda: self._unscaled(args[0], result))
             return result
         if self.is_silent(func):
@@ -269,6 +273,7 @@ class ValuesTracer(PlacingTracer):
             self.note("cast", op=UNSCALES, phase="backward", reads=[gradient], results=[(result, None)], makes=[result])
 
     def _passed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Passed:
+        args = unrounded() or args
         again = self._runs_again(func)
         kept = arguments_before(func, args, kwargs) if again and writes(func) else (args, kwargs)
         read = [passed for _, passed in operands(func, (args, kwargs), (args, kwargs)) if readable(passed)]
@@ -290,7 +295,8 @@ class ValuesTracer(PlacingTracer):
         error = None
         if self._runs_again(func):
             error = self._compare(passed, made)
-        if is_cast and inside is not None and self._rounds_product(passed, inside, results[0], error):
+        ends = inside is not None and (is_cast or func.overloadpacket is torch.ops.aten.add)
+        if ends and self._ends_product(passed, inside, results[0], error):
             return
         event, place = self._event(passed, results, is_cast=is_cast), passed.place
         count = FLOP_COUNTS.get(func.overloadpacket)
@@ -344,17 +350,26 @@ class ValuesTracer(PlacingTracer):
             return None
         return running() or self._formats.recomputing() or torch._C._current_autograd_node()
 
-    def _rounds_product(self, passed: _Passed, inside: object, rounded: Tensor, error: Tensor | None) -> bool:
-        """Return whether a cast rounds the product of the emulated operation: its result is then the product's."""
+    def _ends_product(self, passed: _Passed, inside: object, result: Tensor, error: Tensor | None) -> bool:
+        """Return whether a cast or a bias ends the product of the emulated operation: the result is then the product's."""
         number = next((read.event for read in passed.reads if self._products.get(read.event) is inside), None)
         event = None if number is None else self.events[number]
-        if number is None or event is None or [one.shape for one in event.outputs] != [tuple(rounded.shape)]:
+        if number is None or event is None or [math.prod(o.shape) for o in event.outputs] != [result.numel()]:
             return False
+        others = tuple(read for read in passed.reads if read.event != number)
+        if any(read.event > number for read in others):  # another product, or something made since
+            return False
+        before: Tensor = passed.args[0]
+        if result.dtype.itemsize > before.dtype.itemsize:  # a gradient goes to its weight's format
+            return False
+        known = self._errors.get(number)
         if error is not None:
-            self._errors[number] = error
-        row = len(self.fingerprints)
-        self.events[number] = replace(event, outputs=(self.fingerprints.add(rounded),), row=row)
-        self._makers.put(rounded, (number, 0))
+            share = torch.linalg.vector_norm(flat_fp64(before)) / torch.linalg.vector_norm(flat_fp64(result))
+            self._errors[number] = error if known is None else torch.hypot(known * share if others else known, error)
+        row, output = len(self.fingerprints), self.fingerprints.add(result)
+        ended = (replace(output, shape=event.outputs[0].shape),)
+        self.events[number] = replace(event, outputs=ended, row=row, reads=(*event.reads, *others))
+        self._makers.put(result, (number, 0))
         return True
 
     # --- FP64 --------------------------------------------------------------------------------------------------------------------

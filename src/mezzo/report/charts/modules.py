@@ -152,10 +152,11 @@ def nodes_of(
 
 def error_tree(record: FallbackRecord) -> Drawn:
     """Return the tree of modules, each with the error that it makes when it runs alone."""
-    title = "Module by module"
+    unit, kept_in = record.searched[:-1], f"kept in {record.format_kept.upper()}"
+    title = f"{unit.capitalize()} by {unit}"
     modules = {m.module: m for m in record.modules if not m.unnamed}
     if not modules:
-        return Nothing(name="tree", title=title, description="No module was run by itself.")
+        return Nothing(name="tree", title=title, description=f"No {unit} was run by itself.")
     paths = {path: None for name in modules for path in paths_of(name)}
 
     def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
@@ -169,14 +170,14 @@ def error_tree(record: FallbackRecord) -> Drawn:
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
             bars=[BarPart(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
-            text=_error_texts(module),
+            text="" if module is None and unit == "product" else _error_texts(module),
             numbers=(
                 "" if module is None or module.reason else fmt.error_text(_largest(module)),
                 fmt.flops_text(module.flops) if module else "",
             ),
             children=children,
             tone=tone,
-            badges=("kept in FP32",) if module is not None and module.kept else (),
+            badges=(kept_in,) if module is not None and module.kept else (),
         )
 
     def weight(path: str) -> float:
@@ -186,14 +187,14 @@ def error_tree(record: FallbackRecord) -> Drawn:
     kept = [fmt.clean(m.module) for m in modules.values() if m.kept]
     over = sum(_largest(m) > record.tolerance for m in modules.values())
     description = (
-        f"{fmt.plural(len(modules), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
-        f"tolerance of {fmt.error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
+        f"{fmt.plural(len(modules), unit)} run by themselves in the lower precision; {over} of them make an error above the "
+        f"tolerance of {fmt.error_text(record.tolerance)}; {kept_in}: {', '.join(kept) or 'none'}."
     )
     return TreeChart(
         name="tree",
         title=title,
         description=description,
-        note=f"{_shown_note(len(paths))}Each module ran on its FP32 inputs; the bar is the largest error of its outputs and gradients, "
+        note=f"{_shown_note(len(paths))}Each {unit} ran on its FP32 inputs; the bar is the largest error of its outputs and gradients, "
         "and is full where nothing is left of the values.",
         heads=("largest error", "FLOPs"),
         roots=nodes_of(paths, node, weight),
