@@ -142,7 +142,10 @@ Verbose: TypeAlias = Annotated[
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
 
-PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP32 master weights, fp16-pure and bf16-pure have none."
+PRESETS_HELP = (
+    "fp32, tf32, fp16, bf16, fp8; in blocks fp8-block, mxfp8, mxfp4, nvfp4; fp16-master and bf16-master keep FP32 master weights, "
+    "fp16-pure and bf16-pure have none."
+)
 """The presets, for the help of options that accept policies."""
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,16 @@ from torch import Tensor, nn
 from mezzo.engine.matrix_units.block_formats import block_scales, in_tiles, rounded, seed_of, transformed
 from mezzo.engine.matrix_units.low_layers import fault_of_sizes
 from mezzo.formats import BF16, Format, Recipe
+from mezzo.observe.ranges.table import BlockKey
 from mezzo.policy import Policy
 from mezzo.policyfields import LayerProduct, recipe_of
-from mezzo.records import BlockLoss, BlockOperand
+from mezzo.records import BlockOperand
 
 JUDGED = (
     *("fp8-block", "fp8-block:scale_rule=rceil", "mxfp8", "mxfp8:scale_rule=floor"),
     *("mxfp4", "mxfp4:scale_rule=floor", "nvfp4", "nvfp4:scale_rule=four_or_six"),
 )
 """Policies whose formats and rules are judged, beside the one that was asked for."""
-BlockKey: TypeAlias = tuple[str, LayerProduct, BlockOperand, str]
-"""The layer, the product, the operand, and the policy."""
 _AT_END = 4.0
 
 
@@ -106,25 +105,3 @@ def losses(x: Tensor, form: Format, *, along: int, seed: Tensor | None = None) -
     ]  # a sum of truth values takes seven times as long
     numbers += [torch.linalg.vector_norm(t, dtype=torch.double).square() for t in (found - tiles, tiles)]
     return torch.stack(numbers)
-
-
-def block_losses(sums: Mapping[BlockKey, list[float]], name: Callable[[str], str]) -> list[BlockLoss]:
-    """Return the record's rows; ``name`` returns a layer's displayed name."""
-    rows = []
-    for (layer, product, operand, policy), numbers in sums.items():
-        values, zeroed, saturated, at_end, error, square = numbers
-        rows.append(
-            BlockLoss(
-                layer=name(layer),
-                product=product,
-                operand=operand,
-                policy=policy,
-                values=int(values),
-                zeroed=int(zeroed),
-                saturated=int(saturated),
-                at_end=int(at_end),
-                error=error,
-                square=square,
-            )
-        )
-    return rows

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,12 +32,13 @@ from mezzo.engine.kernels.exponent_bins import (
     first_overflow,
 )
 from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
-from mezzo.observe.ranges.block_losses import BlockKey, block_losses
 from mezzo.observe.settings import SCALE_HEADROOM
 from mezzo.policy import Policy
-from mezzo.policyfields import recipe_of
+from mezzo.policyfields import LayerProduct, recipe_of
 from mezzo.records import (
     GRADIENTS,
+    BlockLoss,
+    BlockOperand,
     Casts,
     FormatLimits,
     Histogram,
@@ -57,6 +58,10 @@ RANGE_KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "we
 _BY_LISTS: tuple[RangeKind, ...] = ("activations", *GRADIENTS)
 _NAMED = 3  # tensors that a sentence names
 _WORST = 5
+
+
+BlockKey: TypeAlias = tuple[str, LayerProduct, BlockOperand, str]
+"""A layer, one of its products, an operand of that, and a policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,7 @@ def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> 
         tensors=tensors,
         windows=windows,
         updates=updates,
-        blocks=block_losses(values.blocks, values.name),
+        blocks=_block_losses(values.blocks, values.name),
     )
     return record.model_copy(update={"notes": _notes(record, policy, target, values)})
 
@@ -173,6 +178,28 @@ def update_losses(swallowed: Mapping[str, list[int]]) -> list[UpdateLoss]:
             )
         )
     return losses if any(row[0] for row in swallowed.values()) else []
+
+
+def _block_losses(sums: Mapping[BlockKey, list[float]], name: Callable[[str], str]) -> list[BlockLoss]:
+    """Return the record's rows; ``name`` returns a layer's displayed name."""
+    rows = []
+    for (layer, product, operand, policy), numbers in sums.items():
+        values, zeroed, saturated, at_end, error, square = numbers
+        rows.append(
+            BlockLoss(
+                layer=name(layer),
+                product=product,
+                operand=operand,
+                policy=policy,
+                values=int(values),
+                zeroed=int(zeroed),
+                saturated=int(saturated),
+                at_end=int(at_end),
+                error=error,
+                square=square,
+            )
+        )
+    return rows
 
 
 def _kind(kind: RangeKind, counts: Mapping[tuple[RangeKind, str], Counts]) -> KindRange:
