@@ -314,7 +314,7 @@ OP_HINT = "name a family such as 'softmax' or an operation such as 'log_softmax'
 OF_HOPPER = "accumulate={} emulates the sums of Hopper's FP8 units, and {} contradicts it; allowed: {}"
 COMBINATION_HINT = "fp32 and tf32 cast nothing (casting=none); the others cast ops or the model"
 
-BLOCK_HINT = "leave {} out, or start from the preset of a block format that has it: nvfp4, mxfp4, mxfp8, fp8-block"
+BLOCK_HINT = "leave {} out, or start from a preset that has it: {}"
 PRODUCTS_ALLOWED = "allowed: a layer's name, a dot, and one of forward, dgrad, wgrad or *, under a block format"
 WRONG_TEXTS = [
     # text, message, hint
@@ -537,42 +537,42 @@ WRONG_TEXTS = [
     ),
     (
         "mxfp8:scale_rule=exact",
-        "scale_rule=exact under compute=mxfp8; allowed: auto, rceil, floor",
-        BLOCK_HINT.format("scale_rule"),
+        "scale_rule=exact under policy mxfp8; allowed: auto, rceil, floor",
+        BLOCK_HINT.format("scale_rule", "nvfp4, mxfp4, mxfp8, fp8-block"),
     ),
     (
         "fp8:scale_rule=rceil",
-        "scale_rule=rceil under compute=fp8; allowed: auto",
-        BLOCK_HINT.format("scale_rule"),
+        "scale_rule=rceil under policy fp8; allowed: auto",
+        BLOCK_HINT.format("scale_rule", "nvfp4, mxfp4, mxfp8, fp8-block"),
     ),
     (
         "mxfp8:hadamard=wgrad",
-        "hadamard=wgrad under compute=mxfp8; allowed: auto",
-        BLOCK_HINT.format("hadamard"),
+        "hadamard=wgrad under policy mxfp8; allowed: auto",
+        BLOCK_HINT.format("hadamard", "nvfp4, mxfp4"),
     ),
     (
         "mxfp4:weight_blocks=squares",
-        "weight_blocks=squares under compute=mxfp4; allowed: auto",
-        BLOCK_HINT.format("weight_blocks"),
+        "weight_blocks=squares under policy mxfp4; allowed: auto",
+        BLOCK_HINT.format("weight_blocks", "nvfp4"),
     ),
     (
         "fp8-block:gradient_rounding=stochastic",
-        "gradient_rounding=stochastic under compute=fp8; allowed: auto",
-        BLOCK_HINT.format("gradient_rounding"),
+        "gradient_rounding=stochastic under policy fp8-block; allowed: auto",
+        BLOCK_HINT.format("gradient_rounding", "nvfp4, mxfp4, mxfp8"),
     ),
     (
         "bf16:end_layers=compute",
-        "end_layers=compute under compute=bf16; allowed: bf16",
-        BLOCK_HINT.format("end_layers"),
+        "end_layers=compute under policy bf16; allowed: bf16",
+        BLOCK_HINT.format("end_layers", "nvfp4, mxfp4, mxfp8, fp8-block"),
     ),
     (
         "mxfp8:bf16_products=head",
-        "bf16_products names 'head' under compute=mxfp8; " + PRODUCTS_ALLOWED,
+        "bf16_products names 'head' under policy mxfp8; " + PRODUCTS_ALLOWED,
         "for example mxfp8:bf16_products=*.wgrad",
     ),
     (
         "fp8:bf16_products=*.wgrad",
-        "bf16_products names '*.wgrad' under compute=fp8; " + PRODUCTS_ALLOWED,
+        "bf16_products names '*.wgrad' under policy fp8; " + PRODUCTS_ALLOWED,
         "for example mxfp8:bf16_products=*.wgrad",
     ),
     (

@@ -362,6 +362,15 @@ def _check_sums(policy: PolicyFields) -> None:
         )
 
 
+_PRESETS_WITH = {
+    "scale_rule": "nvfp4, mxfp4, mxfp8, fp8-block",
+    "weight_blocks": "nvfp4",
+    "hadamard": "nvfp4, mxfp4",
+    "gradient_rounding": "nvfp4, mxfp4, mxfp8",
+    "end_layers": "nvfp4, mxfp4, mxfp8, fp8-block",
+}
+
+
 def _check_blocks(policy: PolicyFields) -> None:
     """Refuse fields of blocks under policies without them, and choices that a block format does not have."""
     four_bits = policy.compute in ("mxfp4", "nvfp4")
@@ -375,14 +384,14 @@ def _check_blocks(policy: PolicyFields) -> None:
     for field, allowed in taken.items():
         if getattr(policy, field) not in allowed:
             raise PolicyError(
-                f"{field}={getattr(policy, field)} under compute={policy.compute}; allowed: {', '.join(allowed)}",
-                hint=f"leave {field} out, or start from the preset of a block format that has it: nvfp4, mxfp4, mxfp8, fp8-block",
+                f"{field}={getattr(policy, field)} under policy {policy.name}; allowed: {', '.join(allowed)}",
+                hint=f"leave {field} out, or start from a preset that has it: {_PRESETS_WITH[field]}",
             )
     for name in policy.bf16_products:
         layer, product = split_product(name)
         if not policy.in_blocks or not layer or product not in (*LAYER_PRODUCTS, "*"):
             raise PolicyError(
-                f"bf16_products names {name!r} under compute={policy.compute}; allowed: a layer's name, a dot, and one of "
+                f"bf16_products names {name!r} under policy {policy.name}; allowed: a layer's name, a dot, and one of "
                 f"{', '.join(LAYER_PRODUCTS)} or *, under a block format",
                 hint="for example mxfp8:bf16_products=*.wgrad",
             )

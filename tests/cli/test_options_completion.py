@@ -38,7 +38,10 @@ CASES = [
     ("mezzo run --policy O", ["O0", "O1", "O2", "O3"]),
     ("mezzo run --policy as", ["as-is"]),
     ("mezzo run --policy k", ["kept.toml"]),
-    ("mezzo compare --policies fp32,fp", ["fp32,fp16", "fp32,fp16-master", "fp32,fp16-pure", "fp32,fp8", "fp32,fp8-block"]),
+    (
+        "mezzo compare --policies fp32,fp",
+        ["fp32,fp16", "fp32,fp16-master", "fp32,fp16-pure", "fp32,fp8", "fp32,fp8-block"],
+    ),
     ("mezzo compare --fail-on di", ["different", "diverged"]),
     (
         "mezzo compare --fail-on diverged,",

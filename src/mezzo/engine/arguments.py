@@ -294,6 +294,7 @@ def prepare(
         device_type: torch's device type of the models.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """
+    low_layers.release(models)
     for model in models:
         (refuse_other_half if policy.casting == "model" else refuse_half)(model, policy)
     if policy.casting == "ops":

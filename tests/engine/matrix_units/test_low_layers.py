@@ -16,12 +16,15 @@ from mezzo import Choice, PolicyError, PrecisionWarning, Session
 from mezzo.devices import Device
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.matrix_units import low_layers, native_units
+from mezzo.errors import NoKernelError
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
 
 BF16 = torch.bfloat16
-FIRST = "the first linear layer: it reads what no norm has levelled; end_layers=compute includes it"
+FIRST = (
+    "the first linear layer in the order of modules: it reads what no norm has levelled; end_layers=compute includes it"
+)
 LAST = "the last linear layer: its errors reach the loss undamped; end_layers=compute includes it"
 OWN = "it has code of its own, which a layer in fewer bits would not run"
 
@@ -158,6 +161,48 @@ def results(model: nn.Module, policy: str, run: Callable[[nn.Module, Tensor], Te
         loss = run(model, randn(40, 64).requires_grad_()).square().mean()
     with session.casting.backward():
         return [loss.detach(), *gradients(loss, model)]
+
+
+def test_another_session_of_the_model_has_its_own_policy() -> None:
+    x = randn(40, 64)
+
+    def loss_of(*policies: str) -> Tensor:
+        torch.manual_seed(0)
+        model = Net()
+        for policy in policies:
+            session = session_of(model, policy)
+        with session.autocast():
+            return model(x).float().square().mean().detach()
+
+    alone = {policy: loss_of(policy) for policy in ("nvfp4", "mxfp8", "bf16")}
+    assert len({float(loss) for loss in alone.values()}) == 3
+    assert torch.equal(loss_of("nvfp4", "mxfp8"), alone["mxfp8"])
+    assert torch.equal(loss_of("nvfp4", "bf16"), alone["bf16"])
+
+
+def test_what_kernels_in_blocks_cannot_do_is_refused_by_name() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    session = session_of(model, "mxfp8")
+    with session.autocast():
+        loss = model(randn(8, 64)).square().mean()
+        with pytest.raises(NoKernelError, match="create_graph=True runs a linear layer in mxfp8"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        with pytest.raises(NoKernelError, match=r"torch\.func transforms a linear layer that computes in mxfp8"):
+            torch.func.vmap(model)(randn(2, 8, 64))
+
+
+def test_an_encoder_layer_is_evaluated_as_it_is_trained() -> None:
+    """Torch's fused kernel for evaluation reads the memory of operands that a region casts."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).eval()
+    x = randn(2, 8, 32)
+    for policy in ("bf16:arithmetic=emulated", "mxfp8:end_layers=compute"):
+        session = session_of(model, policy)
+        with session.autocast():
+            expected = model(x).detach()
+            with torch.no_grad():
+                assert torch.equal(model(x), expected)
+        assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_outside_a_region_nothing_changes() -> None:

@@ -235,6 +235,8 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
+_MHA: Any = torch.backends.mha
+"""torch's encoder layers have one fused kernel for evaluation, which reads the memory of operands that a table casts."""
 
 
 class AutocastRegion:
@@ -257,6 +259,9 @@ class AutocastRegion:
         node = None if table is None else torch._C._current_autograd_node()  # only a table's operations need it
         inner = (table, outer.depth + 1, torch.autocast_increment_nesting(), node)
         _LOCAL.open = tuple.__new__(_Open, inner)  # _Open(...) would be a Python call
+        self._fast_path = _MHA.get_fastpath_enabled()
+        if table is not None:
+            _MHA.set_fastpath_enabled(False)
         set_autocast_enabled(kind, self._enabled)
         if before is not self._dtype:
             set_autocast_dtype(kind, self._dtype)
@@ -272,6 +277,7 @@ class AutocastRegion:
         if self._table is not outer.table:
             _encode(outer.table)
         _LOCAL.open = outer
+        _MHA.set_fastpath_enabled(self._fast_path)
         if outer.depth == 0 and _LOCAL.casts.kept:
             _LOCAL.casts.clear()
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mezzo.engine.matrix_units.accumulation import product
 from mezzo.engine.matrix_units.block_formats import in_blocks, rounded, seed_of, transformed
 from mezzo.engine.matrix_units.emulation_nodes import wants
+from mezzo.errors import NoKernelError
 from mezzo.formats import BF16, FP8_BLOCK, FP32, Format, Recipe
 from mezzo.policyfields import LAYER_PRODUCTS, PROMOTED, LayerProduct
 
@@ -47,6 +47,9 @@ class LayerPlan:
     accumulate: str = FP32.name
     """How products of 8-bit blocks are added up, in a policy's word: in FP32, or promoted after every block."""
 
+    policy: str = ""
+    """The text of the policy, from which a snapshot makes the plan again."""
+
     @property
     def in_blocks(self) -> list[LayerProduct]:
         """The products whose operands are rounded in blocks."""
@@ -59,9 +62,17 @@ class LayerPlan:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LayerPlan) -> Tensor:
     """Emulate a linear layer; ``x`` (..., in) and the result (..., out) are BF16, ``weight`` (out, in) is BF16 or FP32."""
+    if torch._C._are_functorch_transforms_active():
+        raise NoKernelError(
+            f"torch.func transforms a linear layer that computes in {plan.format_of('forward')}, whose kernels have no such transforms",
+            hint=_KEEP,
+        )
     low = None if bias is None else bias.to(x.dtype)
     y: Tensor = _BlockLinear.apply(x, weight, plan)
     return y if low is None else y + low
+
+
+_KEEP = "keep the layer in BF16: bf16_products=NAME.*, with its name in the model; or use the policy bf16"
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -73,10 +84,14 @@ class _BlockLinear(torch.autograd.Function):
         return _product(rows, low.mT, lambda: _forward(rows, low, plan)).to(x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
         plan: LayerPlan = ctx.plan
+        if torch.is_grad_enabled():  # with create_graph
+            raise NoKernelError(
+                f"a backward pass with create_graph=True runs a linear layer in {plan.format_of('forward')}: it has no second gradient",
+                hint=_KEEP,
+            )
+        x, weight = ctx.saved_tensors
         rows, low = grad.reshape(-1, grad.shape[-1]).contiguous(), weight.to(x.dtype).contiguous()
         seed = _product(rows, low, lambda: seed_of(rows, low)) if plan.recipe.stochastic else None
         grad_x = grad_weight = None

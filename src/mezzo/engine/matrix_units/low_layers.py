@@ -40,7 +40,9 @@ from mezzo.policyfields import LAYER_PRODUCTS, LayerProduct, recipe_of, split_pr
 
 SizeFault = Literal["not multiples", "too small"]
 """Why a linear layer's sizes keep it in 16 bits."""
-_FIRST = "the first linear layer: it reads what no norm has levelled; end_layers=compute includes it"
+_FIRST = (
+    "the first linear layer in the order of modules: it reads what no norm has levelled; end_layers=compute includes it"
+)
 _LAST = "the last linear layer: its errors reach the loss undamped"
 _LAST_IN_BLOCKS = f"{_LAST}; end_layers=compute includes it"
 _OWN_CODE = "it has code of its own, which a layer in fewer bits would not run"
@@ -94,7 +96,24 @@ def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, Laye
 
 
 def _plan(name: str, policy: Policy, recipe: Recipe) -> LayerPlan:
-    return LayerPlan(recipe=recipe, in_16_bits=_in_16_bits(name, policy), accumulate=policy.accumulate)
+    return LayerPlan(
+        recipe=recipe, in_16_bits=_in_16_bits(name, policy), accumulate=policy.accumulate, policy=str(policy)
+    )
+
+
+def plan_again(policy: str, *in_16_bits: LayerProduct) -> LayerPlan:
+    """Return the plan of a layer from its policy and the products that stay in BF16."""
+    parsed = Policy.parse(policy)
+    recipe = recipe_of(parsed)
+    assert recipe is not None
+    return LayerPlan(recipe=recipe, in_16_bits=frozenset(in_16_bits), accumulate=parsed.accumulate, policy=policy)
+
+
+def release(models: Iterable[nn.Module]) -> None:
+    """Undo the conversion to blocks of an earlier session."""
+    for model in models:
+        for module in model.modules():
+            conversion.unwrap(module, _in_blocks)
 
 
 def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy, *, product: MxLinear | None = None) -> None:

@@ -18,6 +18,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.casts.conversion import OwnForward
+from mezzo.engine.matrix_units.block_linear import LayerPlan
+from mezzo.engine.matrix_units.low_layers import plan_again
 from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.errors import NotSavable, SnapshotError
@@ -31,6 +34,7 @@ CALLED: dict[str, Any] = {
     **{name: getattr(itertools, name) for name in _OF_ITERTOOLS.split()},
     **{one.__name__: one for one in (iter, enumerate, zip, map, filter, reversed, getattr, functools.partial)},
     **{"method": types.MethodType, "Lock": threading.Lock, "RLock": threading.RLock},
+    **{"OwnForward": OwnForward, "LayerPlan": plan_again},
 }
 """What may be called to make an object again."""
 
@@ -59,6 +63,17 @@ def partial(walk: Walk, value: Any) -> Described:
     """Describe a ``functools.partial``."""
     arguments = {f"[{n}]": one for n, one in enumerate(value.args)}
     return call(walk, "partial", {"func": value.func, **arguments}, value.keywords)
+
+
+def own_forward(walk: Walk, value: OwnForward) -> Described:
+    """Describe the forward of a module that Mezzo has wrapped."""
+    return call(walk, "OwnForward", {"module": value.module})
+
+
+def layer_plan(walk: Walk, value: LayerPlan) -> Described:
+    """Describe how a layer computes in blocks."""
+    kept = {f"[{n}]": product for n, product in enumerate(sorted(value.in_16_bits))}
+    return call(walk, "LayerPlan", {"policy": value.policy, **kept})
 
 
 def function(walk: Walk, value: Any) -> Described:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.casts.conversion import OwnForward
+from mezzo.engine.matrix_units.block_linear import LayerPlan
 from mezzo.launch.torch.snapshots import arrays, functions
 from mezzo.launch.torch.snapshots.known_types import (
     ABSENT,
@@ -295,6 +297,8 @@ _EXACT: dict[type, Saver] = {
     types.MethodWrapperType: functions.builtin_method,
     types.GeneratorType: functions.generator,
     functools.partial: functions.partial,
+    OwnForward: functions.own_forward,
+    LayerPlan: functions.layer_plan,
     weakref.ref: lambda walk, value: ("weak reference", {"to": value()}),
     **dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), _weak_container),
     type(threading.Lock()): lambda walk, value: functions.call(walk, "Lock", {}),
