@@ -567,3 +567,12 @@ def test_a_state_of_two_processes_resumes_bit_for_bit(kind: str, optimizer: str,
         assert same_bits(kept, restored)
         assert counts[0] == counts[1]
         assert same_bits(*found[f"snapshot {kind} {optimizer}"])
+
+
+def test_one_text_is_no_list_of_names() -> None:
+    with pytest.raises(SessionError) as caught:
+        mezzo.Muon.groups(nn.Linear(4, 4), adamw_names="head", adamw={"lr": 1e-3})
+    assert (caught.value.message, caught.value.hint) == (
+        "adamw_names='head' is one text; allowed: a list of names",
+        "write adamw_names=['head']",
+    )

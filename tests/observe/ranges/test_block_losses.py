@@ -67,11 +67,14 @@ def seen_in(policy: str) -> tuple[RangesRecord, Tensor, Tensor, Tensor]:
 
 
 def test_a_layers_operands_are_counted_for_every_format() -> None:
-    record, x, weight, dy = seen_in("mxfp8")
+    record, x, weight, dy = seen_in("mxfp8:end_layers=compute")
     found = {(one.layer, one.product, one.operand, one.policy): one for one in record.blocks}
     assert {one.layer for one in record.blocks} == {"0", "1"}  # the last layer's 10 outputs fill no block
-    assert {one.policy for one in record.blocks} == {policy for policy in JUDGED if "fp8-block" not in policy}
-    assert len(found) == 2 * 6 * 6
+    assert {one.policy for one in record.blocks} == {
+        "mxfp8:end_layers=compute",
+        *(policy for policy in JUDGED if "fp8-block" not in policy),
+    }
+    assert len(found) == 7 * (6 + 4)  # the first layer's input needs no gradient
 
     def check(one: BlockLoss, operand: Tensor, form: Format, along: int) -> None:
         sums = losses(operand.bfloat16(), form, along=along).tolist()
@@ -99,6 +102,11 @@ def test_a_layers_operands_are_counted_for_every_format() -> None:
 def test_a_policy_of_its_own_is_judged_beside_them() -> None:
     record, *_ = seen_in("nvfp4:hadamard=none")
     assert {one.policy for one in record.blocks} >= {"nvfp4:hadamard=none", "nvfp4", "mxfp8"}
+
+
+def test_what_stays_in_bf16_is_left_out() -> None:
+    record, *_ = seen_in("mxfp8:bf16_products=1.wgrad")
+    assert {(one.layer, one.product) for one in record.blocks} == {("1", "forward"), ("1", "dgrad")}
 
 
 def test_other_policies_count_no_blocks() -> None:

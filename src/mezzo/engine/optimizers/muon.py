@@ -193,6 +193,9 @@ class Muon(OnePass):
         Raises:
             SessionError: a name matches nothing, or no matrix is left.
         """
+        if isinstance(adamw_names, str):
+            wrong = f"adamw_names={adamw_names!r} is one text; allowed: a list of names"
+            raise SessionError(wrong, hint=f"write adamw_names=[{adamw_names!r}]")
         chosen: set[nn.Parameter] = set()
         for name in adamw_names:
             modules = [m for n, m in model.named_modules() if fnmatch.fnmatchcase(n, name)]

@@ -10,7 +10,7 @@ each operand and format the sums over the observed steps are six numbers, in thi
     at_end         in blocks whose scale is beyond the scale format's range, by more than a factor of 4
     error, square  sums of squares: of the differences, and of the values; the root of their quotient is the relative error
 
-Limits: layers that are plain ``nn.Linear`` with whole blocks; operands that are not finite are left out.
+Layers and products that the policy keeps in BF16 are left out, in all formats. Limits: so are operands that are not finite.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine.matrix_units.block_formats import block_scales, in_tiles, rounded, seed_of, transformed
-from mezzo.engine.matrix_units.low_layers import fault_of_sizes
+from mezzo.engine.matrix_units.block_linear import LayerPlan
+from mezzo.engine.matrix_units.low_layers import planned
 from mezzo.formats import BF16, Format, Recipe
 from mezzo.observe.ranges.table import BlockKey
 from mezzo.policy import Policy
-from mezzo.policyfields import LayerProduct, recipe_of
+from mezzo.policyfields import LayerProduct
 from mezzo.records import BlockOperand
 
 JUDGED = (
@@ -48,35 +50,44 @@ class _Operand(NamedTuple):
 
 
 class BlockLosses:
-    """Counts what ``policy`` and other formats in blocks lose of every linear layer; the sums go to ``table``, by key."""
+    """Counts what ``policy`` and other formats in blocks lose of the layers in blocks; the sums go to ``table``, by key."""
 
     def __init__(self, policy: Policy, table: Callable[[BlockKey, Tensor], Tensor]) -> None:
         self._table = table
-        found = {name: recipe_of(Policy.parse(name)) for name in (str(policy), *JUDGED)}
-        self._recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
+        kept = {name: getattr(policy, name) for name in ("end_layers", "bf16_products", "fp32_modules")}
+        self._policies = {name: Policy.parse(name).replace(**kept) for name in (str(policy), *JUDGED)}
+        self._plans: dict[str, WeakKeyDictionary[nn.Module, LayerPlan]] = {
+            name: WeakKeyDictionary() for name in self._policies
+        }
+
+    def called(self, model: nn.Module) -> None:
+        """Find out which layers of a model would compute in blocks, under each policy."""
+        for name, policy in self._policies.items():
+            self._plans[name].update(planned(model, policy).values())
 
     def returned(self, module: nn.Module, name: str, inputs: Any, output: Any) -> None:
-        """Count the operands of a layer's forward product, and of the others once its gradient is known."""
-        if type(module) is not nn.Linear or not isinstance(output, Tensor) or not output.requires_grad:
-            return
+        """Count the operands of a layer's products once the gradient of its result is known."""
         x = inputs[0] if isinstance(inputs, tuple) and inputs else None
-        if not isinstance(x, Tensor) or not x.numel():
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad or not x.numel():
             return
-        fits = {
-            policy: recipe
-            for policy, recipe in self._recipes.items()
-            if fault_of_sizes(module.out_features, module.in_features, recipe) is None
-        }
-        if fits:
-            output.register_hook(functools.partial(self._count, name, x.detach(), module.weight.detach(), fits))
+        plans = {policy: of_policy[module] for policy, of_policy in self._plans.items() if module in of_policy}
+        if plans:
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            operands = x.detach(), weight.detach()
+            output.register_hook(functools.partial(self._count, name, *operands, plans, x.requires_grad))
 
-    def _count(self, name: str, x: Tensor, weight: Tensor, fits: Mapping[str, Recipe], gradient: Tensor) -> None:
+    def _count(
+        self, name: str, x: Tensor, weight: Tensor, plans: Mapping[str, LayerPlan], inner: bool, gradient: Tensor
+    ) -> None:
         with torch.no_grad():
             rows, low, dy = (t.reshape(-1, t.shape[-1]).to(BF16.dtype).contiguous() for t in (x, weight, gradient))
             if not all(bool(t.isfinite().all()) for t in (rows, low, dy)):
                 return
-            for policy, recipe in fits.items():
-                for operand in _operands(rows, low, dy, recipe):
+            for policy, plan in plans.items():
+                for operand in _operands(rows, low, dy, plan.recipe):
+                    if operand.product in plan.in_16_bits or (operand.product == "dgrad" and not inner):
+                        continue
                     sums = losses(operand.values, operand.form, along=operand.along, seed=operand.seed)
                     table = self._table((name, operand.product, operand.name, policy), sums)
                     table += sums

@@ -102,6 +102,7 @@ class Ranges(Observer):
         self._empty: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._outermost: WeakSet[nn.Module] = WeakSet()
+        self._planned: WeakSet[nn.Module] = WeakSet()
         self._parameters = WeakTensorKeyDictionary()
         self._labels: dict[str, bool] = {}
         """The prefix of the names inside an outermost module, and whether it has modules inside."""
@@ -219,6 +220,9 @@ class Ranges(Observer):
             return
         self._formats.off.module_called(module)
         self._name(module)
+        if self._block_losses is not None and module in self._outermost and module not in self._planned:
+            self._planned.add(module)
+            self._block_losses.called(module)
         if module in self._outermost and torch.is_grad_enabled() and not self._computed_again():
             name = f"{self._names[module]} (input)"
             self._count("activations", name, args)
