@@ -216,7 +216,7 @@ TRAINS = """
 def test_what_mezzo_sets_for_the_compiler_is_not_reported_as_the_scripts(place: Path, starter: Starter) -> None:
     with forking(starter):
         record = run(place, TRAINS)
-    assert record.effective.passes_by_format == {"fp16": 1.0}
+    assert record.effective.share_by_format == {"fp16": 1.0}
     assert record.effective.left_alone == []
 
 

@@ -154,13 +154,7 @@ class Effective(Value):
 
     @property
     def share_by_format(self) -> dict[str, float]:
-        """Share of all counted operations by format."""
-        total = sum(self.flops_by_format.values())
-        return {k: v / total for k, v in self.flops_by_format.items()} if total else {}
-
-    @property
-    def passes_by_format(self) -> dict[str, float]:
-        """Share of the operations of forward and backward passes by format, the largest first."""
+        """Share of the operations of forward and backward passes by format, the largest first; updates are left out."""
         counts = {k: v - self.update_flops_by_format.get(k, 0) for k, v in self.flops_by_format.items()}
         total = sum(counts.values())
         return {k: v / total for k, v in sorted(counts.items(), key=lambda one: -one[1]) if v} if total else {}
@@ -384,7 +378,7 @@ class RunRecord(WholeRecord, NamedByPolicy):
 
         Empty if less than 5% ran below 32 bits.
         """
-        shares = self.effective.passes_by_format
+        shares = self.effective.share_by_format
         narrow = sum(share for name, share in shares.items() if name not in WIDE_POLICIES)
         if self.policy.split(":")[0] not in _LOWER_NOTHING or narrow < OWN_SHARE:
             return {}

@@ -255,6 +255,23 @@ def test_elements_are_the_nearest_values_of_the_format(fmt: Format) -> None:
     assert bool((places % 2 == 0).all())  # ties are even: the last bit of a code is its place's
 
 
+OF_ML_DTYPES = {
+    E2M1.name: "float4_e2m1fn",
+    E2M3.name: "float6_e2m3fn",
+    E3M2.name: "float6_e3m2fn",
+    E4M3.name: "float8_e4m3fn",
+    E5M2.name: "float8_e5m2",
+}
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=lambda f: f.name)
+def test_a_million_elements_are_ml_dtypes(values: Tensor, fmt: Format) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs pip install ml_dtypes")
+    x = values.clamp(-fmt.max, fmt.max)
+    theirs = x.numpy().astype(getattr(ml_dtypes, OF_ML_DTYPES[fmt.name])).astype(np.float32)
+    assert torch.equal(round_elements(x, fmt).view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
+
+
 def test_last_blocks_may_be_short() -> None:
     x = randn(50, 41).bfloat16()
     for along, whole in ((1, slice(0, 32)), (0, slice(0, 32))):
