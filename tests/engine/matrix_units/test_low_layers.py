@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -203,6 +204,23 @@ def test_an_encoder_layer_is_evaluated_as_it_is_trained() -> None:
             with torch.no_grad():
                 assert torch.equal(model(x), expected)
         assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_fused_encoder_is_on_again_when_the_last_region_of_all_threads_ends() -> None:
+    regions = [Casting.of(Policy.parse("bf16:arithmetic=emulated"), "cpu").region() for _ in range(2)]
+    first, second = (ThreadPoolExecutor(1) for _ in regions)
+    enabled = torch.backends.mha.get_fastpath_enabled
+    for pool, number, act, expected in (
+        (first, 0, "__enter__", False),
+        (second, 1, "__enter__", False),
+        (first, 0, "__exit__", False),
+        (second, 1, "__exit__", True),
+    ):
+        arguments = () if act == "__enter__" else (None, None, None)
+        pool.submit(getattr(regions[number], act), *arguments).result()
+        assert enabled() is expected
+    for pool in (first, second):
+        pool.shutdown()
 
 
 def test_outside_a_region_nothing_changes() -> None:

@@ -236,7 +236,23 @@ class _Local(threading.local):
 
 _LOCAL = _Local()
 _MHA: Any = torch.backends.mha
-"""torch's encoder layers have one fused kernel for evaluation, which reads the memory of operands that a table casts."""
+
+
+class _FusedEncoders:
+    """torch's fused kernel of encoder layers in evaluation, which reads the memory of operands that a table casts: off in regions.
+
+    torch has one switch for all threads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_regions = 0
+        """Open regions with a table, of all threads."""
+        self.enabled = True
+        """Whether the kernel was on before."""
+
+
+_FUSED = _FusedEncoders()
 
 
 class AutocastRegion:
@@ -259,9 +275,12 @@ class AutocastRegion:
         node = None if table is None else torch._C._current_autograd_node()  # only a table's operations need it
         inner = (table, outer.depth + 1, torch.autocast_increment_nesting(), node)
         _LOCAL.open = tuple.__new__(_Open, inner)  # _Open(...) would be a Python call
-        self._fast_path = _MHA.get_fastpath_enabled()
         if table is not None:
-            _MHA.set_fastpath_enabled(False)
+            with _FUSED.lock:
+                if _FUSED.num_regions == 0:
+                    _FUSED.enabled = _MHA.get_fastpath_enabled()
+                    _MHA.set_fastpath_enabled(False)
+                _FUSED.num_regions += 1
         set_autocast_enabled(kind, self._enabled)
         if before is not self._dtype:
             set_autocast_dtype(kind, self._dtype)
@@ -277,7 +296,11 @@ class AutocastRegion:
         if self._table is not outer.table:
             _encode(outer.table)
         _LOCAL.open = outer
-        _MHA.set_fastpath_enabled(self._fast_path)
+        if self._table is not None:
+            with _FUSED.lock:
+                _FUSED.num_regions -= 1
+                if _FUSED.num_regions == 0:
+                    _MHA.set_fastpath_enabled(_FUSED.enabled)
         if outer.depth == 0 and _LOCAL.casts.kept:
             _LOCAL.casts.clear()
 
