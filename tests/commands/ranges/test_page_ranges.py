@@ -185,6 +185,8 @@ def test_a_policy_in_blocks_is_answered_by_its_errors() -> None:
     assert "The most in up.dgrad: 25.0%. In other formats and by other rules: below." in text
     row = next(line for line in shown(own, width=160).splitlines() if line.split()[:2] == ["mxfp4", "10.0%"])
     assert row.split() == ["mxfp4", "10.0%", "4.0%", "25.0%", "20.0%", "1.2%", "0.8%", "up.dgrad", "(25.0%)"]
+    answer = page_of(own).answer
+    assert (answer.tone, answer.word, answer.facts) == ("quiet", "counted", [])
     page = render_html(own)
     assert "Products in mxfp4" in page
     assert "Loss scale by format" in page

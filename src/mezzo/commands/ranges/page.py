@@ -103,6 +103,8 @@ def _answer(record: RangesRecord, script: str) -> Headline:
     ]
     if pages.error_text(record.run):
         tone, word = "bad", "failed"
+    elif _own_blocks(record):
+        tone, word, facts = "quiet", "counted", []  # loss scales do not help blocks, which have their own
     elif window is None or window.lowest is None or window.highest is None:
         tone, word = "open" if window is None else "quiet", "no gradient"
     else:
