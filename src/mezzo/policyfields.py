@@ -36,9 +36,9 @@ SEPARATORS = ":+, "
 MODULE_FIELDS = ("lower", "fp32", "widest", "fp32_modules", "bf16_products")
 LAYER_PRODUCTS: tuple[LayerProduct, ...] = get_args(LayerProduct)
 """The products of a linear layer: its result, and the gradients of its input and of its weight."""
-IN_LAYERS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
-"""Compute formats of linear layers; all else computes in BF16."""
 _BY_BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
+IN_LAYERS = ("fp8", *_BY_BLOCKS)
+"""Compute formats of linear layers; all else computes in BF16."""
 _RULES_OF_BLOCKS = {
     "fp8": ("exact", "rceil"),
     "mxfp8": ("rceil", "floor"),

@@ -273,6 +273,23 @@ def satellites(sources: dict[str, str]) -> list[str]:
     )
 
 
+def unfilled(source: str) -> list[str]:
+    """Return the lines of texts with a name in braces that are no f-strings: a person would read the name."""
+    tree = tree_of(source)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in parts]
+    return [
+        f"{node.lineno}: {node.value}"
+        for node in texts
+        if isinstance(node.value, str) and "``" not in node.value and re.search(r"\{[a-z_]+\.[a-z_]+\}", node.value)
+    ]
+
+
+def test_every_name_in_braces_is_filled_in() -> None:
+    assert unfilled('a = "in {state.higher}"\nb = f"in {state.higher}"\n') == ["1: in {state.higher}"]
+    assert {path: lines for path, source in SOURCES.items() if (lines := unfilled(source))} == {}
+
+
 def test_few_files_are_parts_of_a_neighbour() -> None:
     assert len(found := satellites(SOURCES)) <= MOST_SATELLITES, found
 

@@ -592,7 +592,7 @@ def test_layers_left_alone_and_why() -> None:
         Choice(
             what="fp8 layers",
             value="4 of 15 linear layers",
-            reason="torchao's tensorwise recipe on the GPU's FP8 units",
+            reason="torchao's tensorwise recipe on the GPU's units",
         ),
         *(Choice(what="not in fp8", value=value, reason=reason) for value, reason in LEFT),
     ]

@@ -324,7 +324,7 @@ def _as_rounding(
             f"{shared}; rounding alone moves gradients as much, so whether one is lost cannot be told",
             (),
         )
-    remedy = "all of them together make the error, and keeping some in {state.higher} is no remedy"
+    remedy = f"all of them together make the error, and keeping some in {state.higher} is no remedy"
     return ("not needed", f"{shared}: {remedy}", ()) if explained else None
 
 

@@ -79,7 +79,8 @@ def convert(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> t
         if not recipe.by_layer:
             use_float8(layer, config, policy, converted=_is_converted(layer))
         elif not _is_converted(layer):
-            use_blocks(layer, _plan(name, policy, recipe), policy, product=None if emulated else mxfp8_linear(policy))
+            plan = plan_of(str(policy), *_in_16_bits(name, policy))
+            use_blocks(layer, plan, policy, product=None if emulated else mxfp8_linear(policy))
     return len(chosen), _left_alone(judged, policy)
 
 
@@ -92,17 +93,14 @@ def planned(model: nn.Module, policy: Policy) -> dict[str, tuple[nn.Linear, Laye
     if recipe is None or not recipe.by_layer:
         return {}
     own = policy.replace(fp32_modules=tuple(conversion.matching_patterns(model, policy.fp32_modules)))
-    return {name: (layer, _plan(name, own, recipe)) for name, layer in _chosen(_judged(model, own, recipe))}
+    return {
+        name: (layer, plan_of(str(own), *_in_16_bits(name, own)))
+        for name, layer in _chosen(_judged(model, own, recipe))
+    }
 
 
-def _plan(name: str, policy: Policy, recipe: Recipe) -> LayerPlan:
-    return LayerPlan(
-        recipe=recipe, in_16_bits=_in_16_bits(name, policy), accumulate=policy.accumulate, policy=str(policy)
-    )
-
-
-def plan_again(policy: str, *in_16_bits: LayerProduct) -> LayerPlan:
-    """Return the plan of a layer from its policy and the products that stay in BF16."""
+def plan_of(policy: str, *in_16_bits: LayerProduct) -> LayerPlan:
+    """Return the plan of a layer from the text of its policy and the products that stay in BF16."""
     parsed = Policy.parse(policy)
     recipe = recipe_of(parsed)
     assert recipe is not None
@@ -136,9 +134,10 @@ def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool
     if emulated and not recipe.by_layer:
         reason = f"emulation has no shapes to avoid; on a GPU with FP8 units {gaining} would compute in FP8"
         return [Choice(what=what, value="all linear layers", reason=reason)]
-    reason = f"torchao's {policy.fp8_recipe} recipe on the GPU's FP8 units"
-    if recipe.by_layer:
+    if emulated:
         reason = "their products are emulated, with every rounding of a GPU's units"
+    else:
+        reason = f"torchao's {recipe.name} recipe on the GPU's units"
     return [Choice(what=what, value=gaining, reason=reason), *_left_alone(judged, policy)]
 
 

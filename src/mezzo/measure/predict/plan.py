@@ -297,9 +297,8 @@ def impossible(gpu: Gpu, policy: str) -> str:
 
 def failure(policy: str, refused: Mapping[str, str]) -> str:
     """Return how a script fails under ``policy``, from its errors under recorded policies; empty if it does not."""
-    own = refused.get(
-        "bf16" if PRESETS[policy].in_layers else policy, ""
-    )  # few bits leave the other operations in BF16
+    in_16_bits = "bf16" if PRESETS[policy].in_layers else policy  # few bits leave the other operations in BF16
+    own = refused.get(in_16_bits, "")
     if own:
         return f"fails under {policy}: {own}"
     traced = recorded_as(policy)

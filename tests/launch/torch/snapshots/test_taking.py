@@ -126,6 +126,23 @@ def test_a_killed_script_ends_with_the_bits_and_the_files_of_the_undisturbed_run
     assert snapshots.resumed_updates in range(1, made)
 
 
+IN_BLOCKS = """
+model = nn.Sequential(nn.Linear(4, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 2))
+opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+for epoch in range(3):
+    for a, b in loader: step(a, b)
+result()
+"""
+
+
+def test_layers_in_blocks_are_resumed_in_blocks(written: Any, tmp_path: Path) -> None:
+    """Their forwards are Mezzo's own; random bits follow from the step's values, so the resumed run draws the same."""
+    script, policy = written(IN_BLOCKS), Policy.parse("nvfp4:bf16_products=2.wgrad")
+    record = killed_and_resumed(script, tmp_path, policy=policy, at=tmp_path)
+    assert existing(record.snapshots).resumed_updates > 0
+    assert record.effective.share_by_format["nvfp4"] > 0.5
+
+
 @pytest.mark.filterwarnings("ignore:loaded .* not loaded, though newer")
 def test_a_snapshot_that_cannot_be_loaded_is_in_the_record(written: Any, tmp_path: Path) -> None:
     script, folder = written(CASES[QUICK]), tmp_path / "run"

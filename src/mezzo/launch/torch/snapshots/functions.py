@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.engine.casts.conversion import OwnForward
 from mezzo.engine.matrix_units.block_linear import LayerPlan
-from mezzo.engine.matrix_units.low_layers import plan_again
+from mezzo.engine.matrix_units.low_layers import plan_of
 from mezzo.engine.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.errors import NotSavable, SnapshotError
@@ -34,7 +34,7 @@ CALLED: dict[str, Any] = {
     **{name: getattr(itertools, name) for name in _OF_ITERTOOLS.split()},
     **{one.__name__: one for one in (iter, enumerate, zip, map, filter, reversed, getattr, functools.partial)},
     **{"method": types.MethodType, "Lock": threading.Lock, "RLock": threading.RLock},
-    **{"OwnForward": OwnForward, "LayerPlan": plan_again},
+    **{"OwnForward": OwnForward, "LayerPlan": plan_of},
 }
 """What may be called to make an object again."""
 
