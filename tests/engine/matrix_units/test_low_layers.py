@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from helpers_engine import batches, gradients, parameters, randn, same_bits, through_a_file, train
 from mezzo import Choice, PolicyError, PrecisionWarning, Session
 from mezzo.devices import Device
+from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.matrix_units import low_layers, native_units
-from mezzo.errors import NoKernelError
+from mezzo.errors import NoKernelError, SessionError
 from mezzo.launch.torch.state import TorchRun
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy
@@ -179,6 +180,14 @@ def test_another_session_of_the_model_has_its_own_policy() -> None:
     assert len({float(loss) for loss in alone.values()}) == 3
     assert torch.equal(loss_of("nvfp4", "mxfp8"), alone["mxfp8"])
     assert torch.equal(loss_of("nvfp4", "bf16"), alone["bf16"])
+
+
+def test_a_converted_layer_that_was_wrapped_since_is_refused() -> None:
+    model = Net()
+    session_of(model, "mxfp8")
+    conversion.wrap(model.kept, conversion.in_fp32, "cpu")
+    with pytest.raises(SessionError, match="the layer 'kept' computes in blocks for an earlier session"):
+        session_of(model, "bf16")
 
 
 def test_what_kernels_in_blocks_cannot_do_is_refused_by_name() -> None:

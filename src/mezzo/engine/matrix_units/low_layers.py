@@ -33,6 +33,7 @@ from mezzo.engine.matrix_units.native_units import (
     mxfp8_linear,
     use_float8,
 )
+from mezzo.errors import SessionError
 from mezzo.explain import Choice
 from mezzo.formats import FP32, Recipe
 from mezzo.policy import Policy
@@ -108,10 +109,19 @@ def plan_of(policy: str, *in_16_bits: LayerProduct) -> LayerPlan:
 
 
 def release(models: Iterable[nn.Module]) -> None:
-    """Undo the conversion to blocks of an earlier session."""
+    """Undo the conversion to blocks of an earlier session.
+
+    Raises:
+        SessionError: another library, or another part of a policy, has wrapped a converted layer.
+    """
     for model in models:
-        for module in model.modules():
+        for name, module in model.named_modules():
             conversion.unwrap(module, _in_blocks)
+            if _is_converted(module, by=(_in_blocks,)):
+                raise SessionError(
+                    f"the layer {name!r} computes in blocks for an earlier session, and its forward was wrapped since",
+                    hint="build the model anew for each session",
+                )
 
 
 def use_blocks(layer: nn.Linear, plan: LayerPlan, policy: Policy, *, product: MxLinear | None = None) -> None:
@@ -257,10 +267,11 @@ def _group_text(alike: tuple[str, str], names: list[str]) -> str:
     return f"{names[0]} {sizes}" if len(names) == 1 else f"{len(names)} x {pattern} {sizes}"
 
 
-def _is_converted(layer: nn.Module) -> bool:
+def _is_converted(layer: nn.Module, *, by: Sequence[Any] | None = None) -> bool:
+    """Return whether a layer computes in few bits, by one of the wrappers ``by`` or by any."""
     forward = vars(layer).get("forward")
     while isinstance(forward, functools.partial):  # a wrapper that casts the inputs may be outside
-        if forward.func in (in_float8, _in_blocks):
+        if forward.func in (by or (in_float8, _in_blocks)):
             return True
         forward = forward.args[0] if forward.args else None
     return False
