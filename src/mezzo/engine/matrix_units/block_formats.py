@@ -5,14 +5,15 @@ A block is so many values of a row that a product sums over, or a tile of a weig
 value. ``rounded`` returns elements times scales in FP32, which holds the products of MX formats exactly; a scale that is no power of
 two (NVFP4's, and FP8's exact ones) costs one rounding of FP32.
 
-The arithmetic is the kernels', to the bit:
+The arithmetic is torchao's, to the bit, where nothing else is said:
 
 ``rceil``  exact powers of two, as ``cvt.rp.satfinite.ue8m0x2.f32`` has them. torchao's emulation takes a logarithm in FP32 instead, which
            errs where ``amax / max`` lies less than a millionth above a power of two.
-``floor``  torchao's ``to_mx``: a block whose scale is 2**-127 is divided by 2**-126.
-``exact``  FP8: torchao's ``torch_blockwise_scale_*``, the quotient in FP64 rounded to FP32. NVFP4: torchao's training kernels and
-           Transformer Engine's, all in FP32; the tensor's scale maps its largest magnitude to 448 * 6.
-``four_or_six``  Transformer Engine's reference: sums of absolute errors, a tie keeps 6.
+``floor``  ``to_mx``: a block whose scale is 2**-127 is divided by 2**-126.
+``exact``  FP8: ``torch_blockwise_scale_*``, the quotient in FP64 rounded to FP32. NVFP4: the training
+           kernels' (``_nvfp4_quantize``), all in FP32; the tensor's scale maps its largest magnitude to 448 * 6. TransformerEngine
+           multiplies in another order and has no smallest scale, so single scales may differ.
+``four_or_six``  sums of absolute errors, added up in FP64; a tie keeps 6, as in TransformerEngine.
 
 One NaN makes its block NaN, for NVFP4 the whole tensor. An infinite value saturates in its block. The last block of a row may be shorter.
 
@@ -38,7 +39,7 @@ from mezzo.formats import BF16, E4M3, FP32, Format
 HADAMARD = 16
 """Rows that the transform mixes."""
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs with which Transformer Engine randomises the transform, fixed there (``quantization_ref_nvfp4.py``, ``0a6e0d6``)."""
+"""The signs with which TransformerEngine randomises the transform (``quantization_ref_nvfp4.py``, ``0a6e0d6``)."""
 _LEAST_FP8_AMAX = 1e-12
 _SIX_BY_FOUR = 1.5
 _EXPONENT_MASK = 0x7F800000

@@ -7,7 +7,7 @@ another dimension, so each rounds both operands anew, in blocks along its own su
     dgrad     dy (tokens, out)    by rows      w               by columns
     wgrad     dy                  by columns   x               by columns
 
-Operands are BF16, weights too: trainers hand these kernels a BF16 weight (FSDP2's ``param_dtype``, Transformer Engine). Products are
+Operands are BF16, weights too: trainers hand these kernels a BF16 weight (FSDP2's ``param_dtype``, TransformerEngine). Products are
 added up in FP32 and rounded once to BF16. The BF16 input and the weight are kept for the backward pass.
 
 For ``wgrad`` a recipe may mix the rows of both operands first, which changes no product before rounding; it may round gradients at
